@@ -291,6 +291,33 @@ TEST(Experts, EitherGroupedProductComputesAllWithTheSameBits) {
   }
 }
 
+// A product for each expert, several of them at a time, onto what is there.
+TEST(Experts, GradientsOfTheirMatricesAreEachItsOwnAndTheSameInEveryRun) {
+  at::manual_seed(12);
+  const int64_t experts = 24, out = 384, in = 512;
+  std::vector<int64_t> sizes;
+  for (int64_t e = 0; e < experts; ++e) sizes.push_back(e % 5 == 0 ? 0 : 1 + 97 * e % 700);
+  const int64_t rows = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  const at::Tensor dy = random({rows, out}), x = random({rows, in}), offsets = offsets_of(sizes);
+  const at::Tensor before = at::randn({experts * out, in}, on_device(at::kFloat));
+  at::Tensor expected = before.to(at::kDouble), first;
+  for (int64_t e = 0, row = 0; e < experts; row += sizes[static_cast<size_t>(e++)]) {
+    const int64_t count = sizes[static_cast<size_t>(e)];
+    expected.narrow(0, e * out, out) +=
+        dy.narrow(0, row, count).to(at::kDouble).t().mm(x.narrow(0, row, count).to(at::kDouble));
+  }
+  for (int run = 0; run < 20; ++run) {
+    const at::Tensor sum = before.clone();
+    const auto on_host = offsets_on_host(offsets);
+    (void)grouped_backward_weight(dy, x, on_host(), sum, sum);
+    if (run == 0) {
+      EXPECT_LT(((sum - expected).abs().max() / expected.abs().max()).item<double>(), 1e-5);
+      first = sum;
+    }
+    EXPECT_TRUE(at::equal(sum, first)) << "run " << run;
+  }
+}
+
 TEST(Experts, GateAndUpComputedAgainChangeNoBitOfAGradient) {
   at::manual_seed(8);
   const ExpertShape shape = shape_of(16, 4, true, true);

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <tuple>
 #include <utility>
@@ -38,6 +39,7 @@ struct Chunk {
   at::Tensor blocks;             // [pairs of row and block + 1] int32: the first choice of each
   at::Tensor begins;             // [rows + 1] int32: the first choice of each
   at::Tensor gate_up;            // [choices, 2 width] before the activation; only where backward is to find it
+  std::function<at::Tensor()> offsets;  // of `routes`, on the host, for backward
 };
 
 int64_t sum_of(const std::vector<int64_t>& numbers) {
@@ -189,6 +191,7 @@ ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, SplitCall& 
     if (!keep) continue;
     chunk.blocks.reset();
     if (!call.gate_up_again) chunk.gate_up = gate_up;
+    chunk.offsets = offsets_on_host(offsets);
     call.kept.push_back(std::move(chunk));
   }
   const at::Tensor all = sums.size() == 2 ? sums.back() : at::cat(sums);
@@ -213,9 +216,9 @@ ReceivedGradients backward_of_received(const at::Tensor& x, const at::Tensor& up
   ReceivedGradients gradients{
       at::empty_like(x), at::zeros({x.size(0), of_weights.size(1)}, of_weights.options()), {}, {}};
   const auto add = [](at::Tensor& sum, const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& input,
-                      const at::Tensor& offsets) {
+                      const Chunk& chunk) {
     const at::Tensor accumulator = weight.is_cuda() ? weight.grad() : at::Tensor();
-    const at::Tensor part = grouped_backward_weight(dy, input, offsets, weight, accumulator);
+    const at::Tensor part = grouped_backward_weight(dy, input, chunk.offsets(), weight, accumulator);
     if (accumulator.defined()) return;
     if (sum.defined())
       sum.add_(part);
@@ -231,8 +234,8 @@ ReceivedGradients backward_of_received(const at::Tensor& x, const at::Tensor& up
     const ExpertGradients own =
         expert_gradients(gate_up, grouped_backward_input(dy, weights.down, offsets), chunk.routes);
     gate_up.reset();
-    add(gradients.down, weights.down, dy, own.weighted, offsets);
-    add(gradients.gate_up, weights.gate_up, own.gate_up, sorted, offsets);
+    add(gradients.down, weights.down, dy, own.weighted, chunk);
+    add(gradients.gate_up, weights.gate_up, own.gate_up, sorted, chunk);
     // Of a row by ascending expert.
     const at::Tensor dx = grouped_backward_input(own.gate_up, weights.gate_up, offsets);
     gradients.x.narrow(0, chunk.first, chunk.count).copy_(sum_blocks(dx, chunk.routes.places.view({-1}), chunk.begins));

@@ -11,6 +11,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "trainer/ops/attention_runs.h"
@@ -136,6 +137,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const a
 at::Tensor grouped_gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets,
                                   int64_t most);
 at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& offsets);
+std::function<at::Tensor()> offsets_on_host(const at::Tensor& offsets);  // not in stream capture
 at::Tensor grouped_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& offsets,
                                    const at::Tensor& weight, const at::Tensor& accumulator);
 bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device);

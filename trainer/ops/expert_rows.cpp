@@ -324,6 +324,11 @@ at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight
   return dx;
 }
 
+std::function<at::Tensor()> offsets_on_host(const at::Tensor& offsets) {
+  if (offsets.is_cuda()) return cuda::offsets_on_host(offsets);
+  return [offsets] { return offsets; };
+}
+
 at::Tensor grouped_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& offsets,
                                    const at::Tensor& weight, const at::Tensor& accumulator) {
   if (dy.is_cuda()) return cuda::grouped_backward_weight(dy, x, offsets, weight, accumulator);

@@ -2,6 +2,8 @@
 // are cuda_ops.h's.
 #pragma once
 
+#include <functional>
+
 #include "trainer/ops/experts.h"
 
 namespace trireme {
@@ -52,7 +54,11 @@ at::Tensor router_gradient(const at::Tensor& weights_gradient, const Routes& rou
 
 // dy [n, out] of sorted rows times the experts' matrices [experts * out, in] -> [n, in]. Deterministic.
 at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& offsets);
+// A copy of offsets for grouped_backward_weight, begun now and waited for when it is asked for: then nothing of what
+// the device was given later.
+std::function<at::Tensor()> offsets_on_host(const at::Tensor& offsets);
 // Of each expert dy^T . x -> [experts * out, in], added to `accumulator` where that is defined (CUDA), else a new one.
+// `offsets` lie on the host. Deterministic.
 at::Tensor grouped_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& offsets,
                                    const at::Tensor& weight, const at::Tensor& accumulator);
 

@@ -26,6 +26,7 @@ struct ExpertCall final : torch::CustomClassHolder {
   ExpertShape shape;
   ExpertsAgain again;
   std::shared_ptr<const RouterCall> watch;
+  std::function<at::Tensor()> offsets;  // of the routes, on the host, once they are made
 };
 
 struct ForwardResult {
@@ -66,6 +67,7 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
     const ForwardResult result = run(x, {router, gate_up, down}, call->shape, /*record=*/true,
                                      /*keep=*/!call->again.gate_up, call->watch.get());
     const Routes& r = result.routes;
+    if (gate_up.requires_grad() || down.requires_grad()) call->offsets = offsets_on_host(r.offsets);
     context->save_for_backward({call->again.x ? at::Tensor() : x, router, gate_up, down, result.gate_up, r.experts,
                                 r.weights, r.offsets, r.rows, r.places, r.probabilities, result.balance});
     context->saved_data["call"] = c10::IValue::make_capsule(call);
@@ -90,7 +92,7 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
       if (!context->needs_input_grad(index)) return at::Tensor();
       // A parameter's gradient buffer takes the products directly.
       const at::Tensor accumulator = weight.is_cuda() ? weight.grad() : at::Tensor();
-      const at::Tensor own = grouped_backward_weight(upstream, input, routes.offsets, weight, accumulator);
+      const at::Tensor own = grouped_backward_weight(upstream, input, call->offsets(), weight, accumulator);
       return accumulator.defined() ? at::Tensor() : own;
     };
     const at::Tensor ddown = of_weight(3, down, dy, gradients.weighted);

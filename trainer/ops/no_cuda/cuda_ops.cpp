@@ -58,6 +58,7 @@ ExpertGradients expert_gradients(const at::Tensor&, const at::Tensor&, const Rou
 at::Tensor grouped_linear(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) { none(); }
 at::Tensor grouped_gate_up_swiglu(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) { none(); }
 at::Tensor grouped_backward_input(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
+std::function<at::Tensor()> offsets_on_host(const at::Tensor&) { none(); }
 at::Tensor grouped_backward_weight(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                    const at::Tensor&) {
   none();

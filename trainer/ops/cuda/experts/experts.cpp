@@ -1,5 +1,6 @@
 // Mixtures of experts on a device: LibTorch's tensors around expert_kernels.h, and which grouped GEMM computes what.
 #include <ATen/ATen.h>
+#include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <c10/core/GradMode.h>
 #include <c10/cuda/CUDAException.h>
@@ -7,6 +8,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -44,14 +47,19 @@ at::Tensor matrices(const at::Tensor& weight, const at::Tensor& offsets) {
   return weight.view({experts_of(offsets), weight.size(0) / experts_of(offsets), weight.size(1)});
 }
 
-// f(matrix of the expert, first row, rows) for each that has rows. Waits for the device.
-template <class F>
-void for_groups(const at::Tensor& weight, const at::Tensor& offsets, F&& f) {
-  const at::Tensor all = matrices(weight, offsets), host = offsets.cpu();
-  const int32_t* offset = ints_of(host);
+struct Group {  // an expert that has rows
+  at::Tensor matrix;
+  int64_t first = 0, count = 0;
+};
+// `offsets` lie on the host.
+std::vector<Group> groups_of(const at::Tensor& weight, const at::Tensor& offsets) {
+  const at::Tensor all = matrices(weight, offsets);
+  const int32_t* offset = ints_of(offsets);
+  std::vector<Group> groups;
   for (int64_t e = 0; e < experts_of(offsets); ++e) {
-    if (offset[e + 1] > offset[e]) f(all[e], int64_t{offset[e]}, int64_t{offset[e + 1]} - offset[e]);
+    if (offset[e + 1] > offset[e]) groups.push_back({all[e], offset[e], offset[e + 1] - offset[e]});
   }
+  return groups;
 }
 
 at::Tensor by_grouped_mm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets) {
@@ -61,9 +69,10 @@ at::Tensor by_grouped_mm(const at::Tensor& x, const at::Tensor& weight, const at
 // What the others are compared with. Waits for the device.
 at::Tensor one_by_one(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets) {
   at::Tensor y = at::empty({x.size(0), weight.size(0) / experts_of(offsets)}, x.options());
-  for_groups(weight, offsets, [&](const at::Tensor& matrix, int64_t first, int64_t count) {
-    y.narrow(0, first, count).copy_(linear_forward(x.narrow(0, first, count), matrix, {}));
-  });
+  for (const Group& group : groups_of(weight, offsets.cpu())) {
+    y.narrow(0, group.first, group.count)
+        .copy_(linear_forward(x.narrow(0, group.first, group.count), group.matrix, {}));
+  }
   return y;
 }
 
@@ -265,12 +274,26 @@ at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight
   return at::_grouped_mm(dy, matrices(weight, offsets), offsets.narrow(0, 1, experts_of(offsets)));
 }
 
+std::function<at::Tensor()> offsets_on_host(const at::Tensor& offsets) {
+  const c10::cuda::CUDAGuard guard(offsets.device());
+  const at::Tensor host = at::empty(offsets.sizes(), at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  host.copy_(offsets, /*non_blocking=*/true);
+  const auto copied = std::make_shared<at::cuda::CUDAEvent>();
+  copied->record();
+  return [host, copied] {
+    copied->synchronize();
+    return host;
+  };
+}
+
 at::Tensor grouped_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& offsets,
                                    const at::Tensor& weight, const at::Tensor& accumulator) {
   const c10::cuda::CUDAGuard guard(dy.device());
   const at::Tensor target = accumulator.defined() ? accumulator : at::zeros_like(weight);
-  for_groups(target, offsets, [&](const at::Tensor& matrix, int64_t first, int64_t count) {
-    linear_backward_weight(dy.narrow(0, first, count), x.narrow(0, first, count), matrix);
+  const std::vector<Group> groups = groups_of(target, offsets);
+  beside_each_other(dy.device(), static_cast<int64_t>(groups.size()), [&](int64_t index) {
+    const Group& group = groups[static_cast<size_t>(index)];
+    linear_backward_weight(dy.narrow(0, group.first, group.count), x.narrow(0, group.first, group.count), group.matrix);
   });
   return target;
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -25,6 +26,7 @@ namespace {
 
 constexpr size_t kExactWorkspaceBytes = 1024;
 constexpr size_t kBackwardWorkspaceBytes = size_t{64} << 20;
+constexpr size_t kBesideWorkspaceBytes = size_t{8} << 20;  // of each stream of beside_each_other
 constexpr int64_t kMinRows = 16;
 
 void check(cublasStatus_t status, const char* what) {
@@ -41,8 +43,10 @@ struct Gemm {
   bool accumulate = false;
   bool bias = false;
   bool exact = false;  // starved workspace
+  int beside = 0;      // the stream of beside_each_other, from 1 on; 0: none
   auto key() const {
-    return std::tuple(transpose_a, transpose_b, m, n, k, lda, ldb, ldd, float_output, accumulate, bias, exact);
+    return std::tuple(transpose_a, transpose_b, m, n, k, lda, ldb, ldd, float_output, accumulate, bias, exact,
+                      beside > 0);
   }
   bool operator<(const Gemm& other) const { return key() < other.key(); }
 };
@@ -67,6 +71,8 @@ struct Layouts {
 
 thread_local bool decoding = false;     // a DecodeScope lives
 thread_local bool behind_ours = false;  // in it: the last GEMM was launched by our kernel
+thread_local int beside = 0;            // Gemm::beside of this thread's next one
+constexpr int kStreams = 3;             // of beside_each_other
 
 // Handle, workspaces and the algorithm of each GEMM; one for each device.
 class Library {
@@ -94,8 +100,10 @@ class Library {
     }
     const float alpha = 1.0f, beta = gemm.accumulate ? 1.0f : 0.0f;
     const auto lane = static_cast<size_t>(work_lane());
-    at::Tensor& workspace = gemm.exact ? exact_workspaces_[lane] : backward_workspaces_[lane];
-    if (!workspace.defined()) workspace = make_workspace(kBackwardWorkspaceBytes);
+    at::Tensor& workspace = gemm.exact        ? exact_workspaces_[lane]
+                            : gemm.beside > 0 ? beside_workspaces_[gemm.beside - 1]
+                                              : backward_workspaces_[lane];
+    if (!workspace.defined()) workspace = make_workspace(backward_bytes(gemm));
     check(cublasLtMatmul(handle_, layouts.operation, &alpha, a, layouts.a, b, layouts.b, &beta, d, layouts.d, d,
                          layouts.d, &layouts.algorithm, workspace.mutable_data_ptr(), workspace.nbytes(),
                          stream_of(device_)),
@@ -114,6 +122,10 @@ class Library {
   at::Tensor make_workspace(size_t bytes) const {
     return at::empty({static_cast<int64_t>(bytes)},
                      at::TensorOptions().dtype(at::kByte).device(at::kCUDA, static_cast<c10::DeviceIndex>(device_)));
+  }
+
+  static size_t backward_bytes(const Gemm& gemm) {
+    return gemm.beside > 0 ? kBesideWorkspaceBytes : kBackwardWorkspaceBytes;
   }
 
   const Layouts& prepared(const Gemm& p) {
@@ -148,7 +160,7 @@ class Library {
   cublasLtMatmulAlgo_t algorithm_of(const Gemm& p, const Layouts& l) const {
     cublasLtMatmulPreference_t preference = nullptr;
     check(cublasLtMatmulPreferenceCreate(&preference), "stating preferences");
-    const size_t bytes = p.exact ? exact_bytes_ : kBackwardWorkspaceBytes;
+    const size_t bytes = p.exact ? exact_bytes_ : backward_bytes(p);
     check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
                                                sizeof bytes),
           "limiting the workspace");
@@ -179,7 +191,7 @@ class Library {
   cublasLtHandle_t handle_ = nullptr;
   std::mutex mutex_;
   size_t exact_bytes_ = kExactWorkspaceBytes;
-  at::Tensor exact_workspaces_[kLanes], backward_workspaces_[kLanes];
+  at::Tensor exact_workspaces_[kLanes], backward_workspaces_[kLanes], beside_workspaces_[kStreams];
   std::map<Gemm, Layouts> gemms_;
 };
 
@@ -411,8 +423,70 @@ void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at:
   gemm.ldd = gemm.m;
   gemm.float_output = accumulator.scalar_type() == at::kFloat;
   gemm.accumulate = true;
+  gemm.beside = beside;
   Library::of(dy.device().index())
       .run(gemm, input.const_data_ptr(), gradient.const_data_ptr(), nullptr, accumulator.mutable_data_ptr());
+}
+
+namespace {
+
+// Streams behind the current one. When a GEMM throws nobody waits for them: that ends the pass.
+class Fork final {
+ public:
+  explicit Fork(at::Device device) : current_(c10::cuda::getCurrentCUDAStream(device.index())) {
+    at::cuda::CUDAEvent ready;
+    ready.record(current_);
+    for (const c10::cuda::CUDAStream& stream : streams_of(device)) {
+      ready.block(stream);
+      streams_.push_back(stream);
+    }
+  }
+  ~Fork() { beside = 0; }
+  Fork(const Fork&) = delete;
+  Fork& operator=(const Fork&) = delete;
+
+  void run(int64_t index, const std::function<void(int64_t)>& gemm) {
+    const auto number = static_cast<size_t>(index % kStreams);
+    const c10::cuda::CUDAStreamGuard on(streams_[number]);
+    beside = static_cast<int>(number) + 1;
+    gemm(index);
+  }
+  void join() {
+    for (const c10::cuda::CUDAStream& stream : streams_) {
+      at::cuda::CUDAEvent end;
+      end.record(stream);
+      end.block(current_);
+    }
+  }
+
+ private:
+  // The same ones always: workspaces are theirs.
+  static std::vector<c10::cuda::CUDAStream> streams_of(at::Device device) {
+    static std::mutex mutex;
+    static std::map<int, std::vector<c10::cuda::CUDAStream>> all;
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::vector<c10::cuda::CUDAStream>& streams = all[device.index()];
+    while (streams.size() < kStreams)
+      streams.push_back(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index()));
+    return streams;
+  }
+
+  c10::cuda::CUDAStream current_;
+  std::vector<c10::cuda::CUDAStream> streams_;
+};
+
+}  // namespace
+
+void beside_each_other(at::Device device, int64_t count, const std::function<void(int64_t index)>& gemm) {
+  const c10::cuda::CUDAGuard guard(device);
+  // Kernels for a part of the SMs are on that part's stream.
+  if (count < 2 || sm_limit() > 0) {
+    for (int64_t i = 0; i < count; ++i) gemm(i);
+    return;
+  }
+  Fork fork(device);
+  for (int64_t i = 0; i < count; ++i) fork.run(i, gemm);
+  fork.join();
 }
 
 size_t forward_workspace_bytes() { return Library::of(c10::cuda::current_device()).exact_bytes(); }

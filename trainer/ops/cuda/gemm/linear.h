@@ -8,6 +8,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 
 #include "trainer/ops/cuda_ops.h"
 
@@ -16,6 +18,11 @@ namespace trireme::cuda {
 // Whether the next kernel of this thread may begin before the one ahead has ended: in a DecodeScope whose last GEMM was
 // of our kernels. Behind others an early launch costs more than it saves.
 bool may_begin_early();
+
+// gemm(0) .. gemm(count - 1), calls of linear_backward_weight that do not depend on each other, on a few streams behind
+// the current one, which then waits for them: where one's last blocks leave SMs without work the next one's begin. Each
+// has the same bits in every run. Not in stream capture.
+void beside_each_other(at::Device device, int64_t count, const std::function<void(int64_t index)>& gemm);
 
 // Workspace of the forward in bytes. More than the 1 KiB it has lets the library split sums again: for the test that
 // shows that its default is not exact.
