@@ -286,14 +286,21 @@ class StepBench final {
     return collector_->collect(request, shares);
   }
 
+  // Of a rollout that so many copies of what is read share.
+  RolloutWork work_of(int64_t copies) const {
+    return rollout_work(target_.config, lengths_.prompt_of_each_sample(), lengths_.outputs, target_.element_bytes,
+                        engine_settings_.max_sequences * context_.data_parallel().size(), copies);
+  }
+
   // At the ceilings, on this many devices: generation reads weights for each of the longest response's tokens and an
   // even share of the contexts; the forwards of reference and critic, and forward and backward of actor and critic,
-  // have an even share of the operations.
+  // have an even share of the operations. Ranks that share experts read a share of those that the samples of all of
+  // them choose.
   std::map<std::string, double> floors() const {
     const auto ranks = static_cast<double>(context_.world_size()), tp = static_cast<double>(context_.layout().tp);
-    const RolloutWork work =
-        rollout_work(target_.config, lengths_.prompt_of_each_sample(), lengths_.outputs, target_.element_bytes,
-                     engine_settings_.max_sequences * context_.data_parallel().size(), context_.data_parallel().size());
+    const RolloutWork work = work_of(context_.data_parallel().size());
+    double experts = work.expert_bytes / tp;
+    if (const int64_t ep = context_.layout().ep; ep > 1) experts = work_of(context_.copies()).expert_bytes / real(ep);
     const std::vector<Piece> rows = training_pieces(lengths_.prompts, lengths_.outputs, options_.share_prompts);
     const int64_t scored = lengths_.output_tokens();
     const double flops = ranks * ceilings_.flops_per_second;
@@ -303,7 +310,8 @@ class StepBench final {
       logprobs += forward_flops(critic_model_->config(), rows, scored);
       training += training_flops(critic_model_->config(), rows, scored);
     }
-    return {{"generation", (work.weight_bytes / tp + work.context_bytes / ranks) / ceilings_.bytes_per_second()},
+    const double weights = (work.weight_bytes - work.expert_bytes) / tp + experts;
+    return {{"generation", (weights + work.context_bytes / ranks) / ceilings_.bytes_per_second()},
             {"logprobs", logprobs / flops},
             {"training", training / flops}};
   }
@@ -508,9 +516,10 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
     config.loss_fn.use_importance_sampling_correction = true;
   }
   config.cluster.processes = ranks;
-  if (options.common.devices_of_replica() > 1) {
+  if (options.common.devices_of_replica() > 1 || options.common.ep > 1) {
     policy.megatron_cfg.enabled = true;
     policy.megatron_cfg.tensor_model_parallel_size = options.common.tp;
+    policy.megatron_cfg.expert_model_parallel_size = options.common.ep;
     policy.megatron_cfg.context_parallel_size = options.common.cp;
     policy.megatron_cfg.pipeline_model_parallel_size = options.common.pp;
     const StageOptions& stages = options.common.stages;

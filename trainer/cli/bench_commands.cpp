@@ -212,6 +212,7 @@ void add_step(CLI::App& bench, CommandContext& context) {
                    "under launch: the last N processes generate, synchronously, or in flight with --carry-over")
       ->check(CLI::Range(int64_t{0}, int64_t{1024}));
   add_split(verb, o->common);
+  add_experts(verb, o->common);
   add_context(verb, o->common);
   verb->add_option("--timeout", o->collective_timeout_s, "seconds that a collective may take")
       ->check(CLI::PositiveNumber);

@@ -35,9 +35,9 @@ CommonOptions tiny(const std::filesystem::path& json = {}) {
   return options;
 }
 
-void expect_header(const nlohmann::json& report, const std::string& benchmark) {
+void expect_header(const nlohmann::json& report, const std::string& benchmark, const std::string& shape = "tiny") {
   EXPECT_EQ(report.at("benchmark"), benchmark);
-  EXPECT_EQ(report.at("shape"), "tiny");
+  EXPECT_EQ(report.at("shape"), shape);
   EXPECT_EQ(report.at("layers"), 1);
   EXPECT_EQ(report.at("dtype"), "float32");
   EXPECT_EQ(report.at("device_kind"), "cpu");
@@ -237,8 +237,8 @@ StepBenchOptions small_step() {
   return options;
 }
 
-void expect_step(const nlohmann::json& report) {
-  expect_header(report, "step");
+void expect_step(const nlohmann::json& report, const std::string& shape = "tiny") {
+  expect_header(report, "step", shape);
   EXPECT_EQ(report.at("samples"), 8);
   EXPECT_EQ(report.at("optimizer_steps"), 2);
   EXPECT_EQ(report.at("global_batch_size"), 4);
@@ -288,7 +288,14 @@ TEST(StepBench, FloorsCountASharedPromptOnce) {
   }
 }
 
-TEST(StepBench, TwoRanksShareOneStep) {
+// Replicas of their own, and such that share experts.
+class StepOfTwo : public ::testing::TestWithParam<int64_t> {};
+INSTANTIATE_TEST_SUITE_P(StepBench, StepOfTwo, ::testing::Values(1, 2),
+                         [](const auto& info) { return "ep" + std::to_string(info.param); });
+
+TEST_P(StepOfTwo, RanksShareOneStep) {
+  const int64_t ep = GetParam();
+  const std::string shape = ep > 1 ? "tiny-moe" : "tiny";
   const TemporaryDirectory dir;
   ListeningPort port;
   std::vector<nlohmann::json> reports(2);
@@ -297,10 +304,10 @@ TEST(StepBench, TwoRanksShareOneStep) {
   for (int rank = 0; rank < 2; ++rank) {
     ranks.emplace_back([&, rank] {
       try {
-        Layout layout;
-        layout.dp = 2;
-        ParallelContext context(layout, port.place(rank, 2, Milliseconds(250000)));
+        ParallelContext context({.ep = ep, .dp = 2}, port.place(rank, 2, Milliseconds(250000)));
         StepBenchOptions options = small_step();
+        options.common.ep = ep;
+        options.common.shape = shape;
         options.common.json = (dir.path() / "step.json").string();
         std::ostringstream out;
         reports[static_cast<size_t>(rank)] = bench_step(options, context, out);
@@ -314,8 +321,9 @@ TEST(StepBench, TwoRanksShareOneStep) {
   for (std::thread& thread : ranks) thread.join();
   ASSERT_EQ(errors[0], "");
   ASSERT_EQ(errors[1], "");
-  expect_step(reports[0]);
+  expect_step(reports[0], shape);
   EXPECT_EQ(reports[0].at("ranks"), 2);
+  EXPECT_EQ(reports[0].at("ep"), ep);
   EXPECT_EQ(reports[0].at("mismatched_tokens"), reports[1].at("mismatched_tokens"));
   const auto shares = reports[0].at("samples_of_ranks").get<std::vector<int64_t>>();
   EXPECT_EQ(shares.size(), 2u);
