@@ -1,8 +1,8 @@
 // model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR: reads ids [tokens] and starts [sequences + 1] (int64) from INPUT,
-// writes to OUTPUT the logits, the next-token log-probs, the gradients of their mean, and a greedy continuation, and
-// saves the model to EXPORT_DIR. All files are safetensors. model_dump --values MODEL_DIR INPUT OUTPUT EXPORT_DIR: of a
-// value model the value of each token, and the gradients of their mean. model_dump --init DIR: random models of every
-// family, made by init_model alone, below DIR.
+// writes to OUTPUT the logits, the next-token log-probs, the gradients of their mean, a greedy continuation and, of a
+// mixture, how often each sequence chose each expert of each layer, and saves the model to EXPORT_DIR. All files are
+// safetensors. model_dump --values MODEL_DIR INPUT OUTPUT EXPORT_DIR: of a value model the value of each token, and the
+// gradients of their mean. model_dump --init DIR: random models of every family, made by init_model alone, below DIR.
 #include <ATen/ATen.h>
 
 #include <iostream>
@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "trainer/model/model.h"
 #include "trainer/model/safetensors.h"
+#include "trainer/ops/router_watch.h"
 
 namespace trireme {
 namespace {
@@ -33,6 +34,19 @@ at::Tensor continue_greedily(const Model& model, std::vector<int64_t> prompt, in
     generated.push_back(ids[0]);
   }
   return at::tensor(generated, at::kLong);
+}
+
+// [sequences, layers, experts] float64; layers without experts have zeros.
+at::Tensor choices_of_sequences(Model& model, const std::vector<int64_t>& ids, const std::vector<int64_t>& starts) {
+  const ModelConfig& config = model.config();
+  model.router_watch =
+      std::make_shared<RouterWatch>(config.num_layers, config.num_experts, BalanceOptions(), at::Device(at::kCPU));
+  std::vector<at::Tensor> choices;
+  for (size_t s = 0; s + 1 < starts.size(); ++s) {
+    (void)model.forward(PackedBatch::from_sequences({{ids.begin() + starts[s], ids.begin() + starts[s + 1]}}));
+    choices.push_back(model.router_watch->take().of_layers.narrow(1, 0, config.num_experts));
+  }
+  return at::stack(choices);
 }
 
 PackedBatch read_batch(const SafetensorsFile& file) {
@@ -92,6 +106,7 @@ void dump(const std::filesystem::path& dir, const std::filesystem::path& input, 
   for (const Parameter& parameter : model->parameters())
     out.emplace_back("grad." + parameter.name, parameter.tensor.grad());
   out.emplace_back("greedy", continue_greedily(*model, {ids.begin(), ids.begin() + batch.starts[1]}, 12));
+  if (model->config().num_experts > 0) out.emplace_back("choices", choices_of_sequences(*model, ids, batch.starts));
   write_safetensors(output, out);
   SaveOptions save;
   save.source_dir = dir;

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The model against Hugging Face transformers in float32: logits, log-probs, parameter gradients, greedy generation,
-and the exported folder read back by transformers.
+which experts the rows of a sequence choose, and the exported folder read back by transformers.
 
     cmake --build build/cpu --target model_dump
     python3 tests/parity/model_parity.py [--driver build/cpu/tests/parity/model_dump] [--rounds 3]
@@ -127,6 +127,21 @@ def with_experts_together(gradients):
     return others
 
 
+def same_choices(choices, model, sequences):
+    """Whether every layer with experts was asked for each of them as often, by each sequence by itself."""
+    import torch
+    chosen = model.config.num_experts_per_tok
+    for own, ids in zip(choices, sequences):
+        with torch.no_grad():
+            logits = model(ids.unsqueeze(0), output_router_logits=True).router_logits or ()
+        wanted = [torch.bincount(of_layer.reshape(-1, own.shape[1]).topk(chosen, -1).indices.flatten(),
+                                 minlength=own.shape[1]).double() for of_layer in logits if of_layer is not None]
+        own = [of_layer for of_layer in own if of_layer.sum() > 0]
+        if len(own) != len(wanted) or not all(torch.equal(a, b) for a, b in zip(own, wanted)):
+            return False
+    return True
+
+
 def relative_error(actual, expected):
     return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
@@ -172,6 +187,9 @@ def check_family(family, seed, driver, dir):
         for _ in range(12):  # not generate(): it stops at the end token
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     greedy = ids[0, lengths[0]:].tolist()
+
+    if "choices" in ours and not same_choices(ours["choices"], model, sequences):
+        raise SystemExit(f"{family} seed {seed}: other experts are chosen than in transformers")
 
     reloaded = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     with torch.no_grad():
