@@ -50,15 +50,15 @@ void refuse_critic(const Config& c, const std::function<void(bool, const std::st
          "balancing the experts of a critic");
 }
 
-// Every rank of training sends all weights to engines that have them whole.
+// Every rank of training sends all weights to engines that have them whole. Context parallel ranks have all of them.
 void refuse_elsewhere(const Config& c,
                       const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
   const char* key = "policy.generation.colocated.enabled";
   const std::string what = "generation on devices of its own ";
   const ParallelSizes sizes = parallel_sizes(c);
   for (const auto& [name, size] :
-       {std::pair{"tensor", sizes.tensor}, std::pair{"pipeline", sizes.pipeline}, std::pair{"context", sizes.context},
-        std::pair{"expert", sizes.expert}, std::pair{"expert tensor", sizes.expert_tensor}}) {
+       {std::pair{"tensor", sizes.tensor}, std::pair{"pipeline", sizes.pipeline}, std::pair{"expert", sizes.expert},
+        std::pair{"expert tensor", sizes.expert_tensor}}) {
     refuse(size > 1, key, what + "from a policy of " + name + " parallel size " + std::to_string(size));
   }
   const GenerationConfig& g = c.policy.generation;

@@ -346,6 +346,10 @@ TEST(ConfigCheck, GenerationElsewhere) {
                        "policy.megatron_cfg.tensor_model_parallel_size=2"}),
               HasSubstr("generation on devices of its own from a policy of tensor parallel size 2 is not supported"));
   EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true"}), "") << "weights that ranks share";
+  EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
+                     "policy.megatron_cfg.context_parallel_size=2"}),
+            "")
+      << "context parallel ranks have all weights each";
   // Of one node its devices are shared out, whatever num_nodes says (as NeMo-RL's recipes write it).
   EXPECT_EQ(world_size(load_config_text("", {"cluster.gpus_per_node=4", "policy.generation.colocated.enabled=false",
                                              "policy.generation.colocated.resources.gpus_per_node=3",
