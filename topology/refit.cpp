@@ -1,80 +1,17 @@
 #include "topology/refit.h"
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <numeric>
-#include <optional>
 #include <string>
 
 #include "base/error.h"
+#include "topology/owned_ranges.h"
 
 namespace trireme {
 namespace {
 
 int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// What the ranks of a layout have of a parameter. Those at one place of the model have the same, so each place is asked
-// once: there are few places and many ranks.
-class Places final {
- public:
-  Places(const ModelShape& shape, const Layout& layout, const StageOptions& stages) : shape_(shape) {
-    std::map<std::array<int64_t, 4>, size_t> known;
-    for (int64_t rank = 0; rank < layout.world(); ++rank) {
-      const Coordinates at = coordinates(layout, rank);
-      const auto [place, is_new] = known.try_emplace({at.tp, at.pp, at.ep, at.etp}, splits_.size());
-      if (is_new) splits_.push_back(model_split(shape, layout, rank, stages));
-      place_of_.push_back(place->second);
-    }
-  }
-
-  void look_at(const ModelParameter& parameter) {
-    slices_.clear();
-    for (const ModelSplit& split : splits_) {
-      std::optional<ParameterSlice> slice = parameter_slice(shape_, split, parameter.name);
-      if (slice && slice->range.size() <= 0) slice.reset();  // padding only
-      slices_.push_back(std::move(slice));
-    }
-  }
-  // Of the parameter looked at last; null: nothing.
-  const ParameterSlice* slice(int64_t rank) const {
-    const std::optional<ParameterSlice>& found = slices_[place_of_[static_cast<size_t>(rank)]];
-    return found ? &*found : nullptr;
-  }
-
- private:
-  const ModelShape& shape_;
-  std::vector<ModelSplit> splits_;
-  std::vector<size_t> place_of_;  // of each rank
-  std::vector<std::optional<ParameterSlice>> slices_;
-};
-
-// Indices of a parameter's dimension, and the ranks that have all of them, ascending.
-struct OwnedRange {
-  Range range;
-  std::vector<int64_t> owners;
-};
-
-// The parameter looked at last, cut where any rank's slice begins or ends.
-std::vector<OwnedRange> owned_ranges(const Places& places, int64_t ranks) {
-  std::vector<int64_t> borders;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    if (const ParameterSlice* slice = places.slice(rank))
-      borders.insert(borders.end(), {slice->range.begin, slice->range.end});
-  }
-  std::sort(borders.begin(), borders.end());
-  borders.erase(std::unique(borders.begin(), borders.end()), borders.end());
-  std::vector<OwnedRange> found;
-  for (size_t i = 0; i + 1 < borders.size(); ++i) found.push_back({{borders[i], borders[i + 1]}, {}});
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const ParameterSlice* slice = places.slice(rank);
-    for (OwnedRange& owned : found) {
-      if (slice != nullptr && slice->range.begin <= owned.range.begin && owned.range.end <= slice->range.end)
-        owned.owners.push_back(rank);
-    }
-  }
-  return found;
-}
 
 // Chooses who sends.
 class Senders final {
@@ -106,31 +43,15 @@ class Senders final {
   std::vector<int64_t> near_, far_;  // bytes that each rank has sent within its host, and to others
 };
 
-// What is `wanted` of a parameter, from whoever has it. `like`: whose and of which. Whether that is all.
-bool fetch(const ParameterSlice& wanted, const std::vector<OwnedRange>& owned, RefitCopy like, int64_t element_bytes,
-           Senders& senders, std::vector<RefitCopy>& copies) {
-  like.dimension = wanted.dimension;
-  like.unit_bytes = wanted.elements() / wanted.range.size() * element_bytes;
-  const size_t first = copies.size();
-  int64_t found = 0;
-  for (const OwnedRange& one : owned) {
-    like.range = {std::max(one.range.begin, wanted.range.begin), std::min(one.range.end, wanted.range.end)};
-    if (like.range.size() <= 0) continue;
-    found += like.range.size();
-    like.from = senders.choose(one.owners, like.to, like.bytes());
-    if (copies.size() > first && copies.back().from == like.from) {
-      copies.back().range.end = like.range.end;
-    } else {
-      copies.push_back(like);
-    }
-  }
-  return found == wanted.range.size();
+std::vector<int64_t> all_ranks(int64_t world) {
+  std::vector<int64_t> ranks(static_cast<size_t>(world));
+  std::iota(ranks.begin(), ranks.end(), int64_t{0});
+  return ranks;
 }
 
 // The ranks that `rank` is connected with by copies, itself too.
 std::vector<int64_t> connected(const RefitPlan& plan, int64_t rank) {
-  std::vector<int64_t> leader(static_cast<size_t>(plan.ranks));
-  std::iota(leader.begin(), leader.end(), int64_t{0});
+  std::vector<int64_t> leader = all_ranks(plan.ranks);
   const auto find = [&](int64_t of) {
     while (leader[static_cast<size_t>(of)] != of) {
       int64_t& next = leader[static_cast<size_t>(of)];
@@ -198,18 +119,22 @@ RefitPlan refit_plan(const ModelShape& shape, const std::vector<ModelParameter>&
   TRIREME_CHECK(layouts.generation.world() == plan.ranks, "generation in " + to_string(layouts.generation) +
                                                               " has other ranks than training in " +
                                                               to_string(layouts.training));
-  Places training(shape, layouts.training, layouts.training_stages);
-  Places generation(shape, layouts.generation, layouts.generation_stages);
+  const std::vector<int64_t> ranks = all_ranks(plan.ranks);
+  RankSlices training(shape, layouts.training, layouts.training_stages, ranks);
+  RankSlices generation(shape, layouts.generation, layouts.generation_stages, ranks);
   Senders senders(plan.ranks, layouts.of_node);
   for (size_t p = 0; p < parameters.size(); ++p) {
     training.look_at(parameters[p]);
     generation.look_at(parameters[p]);
-    const std::vector<OwnedRange> owned = owned_ranges(training, plan.ranks);
-    for (int64_t to = 0; to < plan.ranks; ++to) {
-      const ParameterSlice* wanted = generation.slice(to);
+    const std::vector<OwnedRange> owned = owned_ranges(training);
+    for (const int64_t to : ranks) {
+      const ParameterSlice* wanted = generation.slice(static_cast<size_t>(to));
       if (wanted == nullptr) continue;
-      const bool whole =
-          fetch(*wanted, owned, {.to = to, .parameter = static_cast<int64_t>(p)}, element_bytes, senders, plan.copies);
+      const auto choose = [&](const std::vector<int64_t>& owners, int64_t bytes) {
+        return senders.choose(owners, to, bytes);
+      };
+      const RefitCopy like{.to = to, .parameter = static_cast<int64_t>(p)};
+      const bool whole = add_copies(*wanted, owned, like, element_bytes, choose, plan.copies);
       TRIREME_CHECK(whole, "no rank trains all of " + parameters[p].name);
     }
   }

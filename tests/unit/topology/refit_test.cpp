@@ -12,13 +12,17 @@
 #include <string>
 
 #include "base/error.h"
+#include "tests/unit/topology/numbered.h"
 
 namespace trireme {
 namespace {
 
+using test::kNothing;
+using test::memories;
+using test::Memory;
+using test::small;
+using test::visit_places;
 using testing::ElementsAre;
-
-constexpr int64_t kNothing = -1;
 
 struct Refitted {
   ModelShape shape;
@@ -33,42 +37,6 @@ std::string text(const Refitted& r) {
   return to_string(r.layouts.training) + pieces(r.layouts.training_stages) + " to " + to_string(r.layouts.generation) +
          pieces(r.layouts.generation_stages) + ", " + std::to_string(r.layouts.of_node) + " of a host, vocabulary of " +
          std::to_string(r.shape.vocab);
-}
-
-// What a rank has of each parameter, whole and row by row; kNothing where it has none.
-using Memory = std::vector<std::vector<int64_t>>;
-
-int64_t columns_of(const ModelParameter& parameter) { return parameter.shape.size() > 1 ? parameter.shape[1] : 1; }
-int64_t elements_of(const ModelParameter& parameter) { return parameter.shape[0] * columns_of(parameter); }
-
-// Calls `visit` with every place of the indices `range` of `dimension`, row by row.
-void visit_places(const ModelParameter& parameter, int64_t dimension, const Range& range,
-                  const std::function<void(size_t place)>& visit) {
-  const int64_t columns = columns_of(parameter);
-  const Range rows = dimension == 0 ? range : Range{0, parameter.shape[0]};
-  const Range of_row = dimension == 0 ? Range{0, columns} : range;
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    for (int64_t column = of_row.begin; column < of_row.end; ++column)
-      visit(static_cast<size_t>(row * columns + column));
-  }
-}
-
-std::vector<Memory> memories(const ModelShape& shape, const std::vector<ModelParameter>& parameters,
-                             const Layout& layout, const StageOptions& stages) {
-  std::vector<Memory> all(static_cast<size_t>(layout.world()));
-  for (int64_t rank = 0; rank < layout.world(); ++rank) {
-    const ModelSplit split = model_split(shape, layout, rank, stages);
-    for (size_t p = 0; p < parameters.size(); ++p) {
-      std::vector<int64_t>& own =
-          all[static_cast<size_t>(rank)].emplace_back(static_cast<size_t>(elements_of(parameters[p])), kNothing);
-      const auto slice = parameter_slice(shape, split, parameters[p].name);
-      if (!slice) continue;
-      const auto base = static_cast<int64_t>(p) * 1000000;
-      visit_places(parameters[p], slice->dimension, slice->range,
-                   [&](size_t place) { own[place] = base + static_cast<int64_t>(place); });
-    }
-  }
-  return all;
 }
 
 // A refit as ranks carry it out.
@@ -246,25 +214,6 @@ void expect_carried(const Refitted& refitted, int64_t bucket_bytes) {
   ASSERT_NO_FATAL_FAILURE(carried.expect_bounded()) << text(refitted);
 }
 
-ModelShape small(int64_t heads, int64_t kv_heads, int64_t intermediate, int64_t vocab) {
-  ModelShape shape{.layers = 4, .hidden = 3, .heads = heads, .kv_heads = kv_heads, .head_dim = 1};
-  shape.intermediate = intermediate;
-  shape.vocab = vocab;
-  return shape;
-}
-
-// Llama with all biases; Qwen2, tied, with fewer tokens than the padding of some layouts; Qwen3.
-std::vector<ModelShape> small_shapes() {
-  std::vector<ModelShape> shapes{small(8, 4, 8, 33), small(6, 6, 12, 10), small(12, 12, 12, 50)};
-  shapes[0].output_bias = shapes[0].mlp_bias = true;
-  shapes[1].tied = shapes[1].qkv_bias = true;
-  shapes[2].tied = shapes[2].qk_norm = true;
-  return shapes;
-}
-
-constexpr StageOptions kStages[] = {
-    {}, {.virtual_stages = 2}, {.first_layers = 1}, {.first_layers = 1, .last_layers = 1}};
-
 // Every layout that `training` may generate in, with stages as in training and with plain ones.
 std::vector<Refitted> every_generation(const ModelShape& shape, const Layout& training, const StageOptions& stages) {
   std::vector<Refitted> all;
@@ -285,9 +234,9 @@ std::vector<Refitted> every_generation(const ModelShape& shape, const Layout& tr
 TEST(Refit, EveryElementComesOnceFromTheNearestInEveryLayout) {
   constexpr int64_t kHosts[] = {0, 2, 3};
   int64_t carried = 0;
-  for (const ModelShape& shape : small_shapes()) {
+  for (const ModelShape& shape : test::small_shapes()) {
     for (const int64_t world : {1, 2, 3, 4, 6, 8, 12}) {
-      for (const StageOptions& stages : kStages) {
+      for (const StageOptions& stages : test::kStages) {
         for (const Layout& training : legal_layouts({.world = world, .shape = &shape, .stages = stages})) {
           for (Refitted& refitted : every_generation(shape, training, stages)) {
             refitted.layouts.of_node = kHosts[carried % 3];
