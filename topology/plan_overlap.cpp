@@ -221,10 +221,12 @@ Overlap run_in_flight(const Case& engine, const Rollout& rollout, const Ways& wa
   return sum;
 }
 
-// Rank e mod ranks sends to engine e, to all of its engines at once.
+// An engine reads from one copy of the weights, of which each rank sends its part, to all of its engines at once.
 double transfer_seconds(const Case& c, int64_t bytes) {
   const LinkRates& link = c.work.engines_near ? c.devices.rates.in_node : c.devices.rates.between_nodes;
-  return link.seconds(real(up(c.work.engines, c.layout.world()) * bytes));
+  const int64_t sources = group_size(c.layout, Axis::kCopyPp);
+  const int64_t of_copy = up(c.work.engines, c.layout.world() / sources);
+  return link.seconds(real(std::max(bytes, up(of_copy * bytes, sources))));
 }
 
 }  // namespace
@@ -248,13 +250,15 @@ void plan_engines(const Case& c, bool values_wait, LayoutPlan& plan) {
   engines.stall = engines.second_buffer ? 2 * real(engines.memory.weights) / c.devices.rates.copy : engines.transfer;
 
   PlannedTime& time = plan.time;
-  const double training = time.step(), ranks = real(c.layout.world());
+  const double ranks = real(c.layout.world());
   Ways ways{
       .arrival = engines.second_buffer ? engines.transfer : 0, .stall = engines.stall, .prefill = rollout.prefill};
-  if (c.work.previous_pass && c.work.age > 0) {
-    const LogprobPass pass = logprob_pass(c, 1);
-    ways.previous = pass.working + pass.waiting + pass.exchanges;
-  }
+  // Sums over tensor ranks have other bits than an engine's: then all samples have a pass, drawn by whatever weights.
+  const bool other_bits = c.layout.tp > 1;
+  const LogprobPass pass = logprob_pass(c, 1);
+  const double previous = pass.working + pass.waiting + pass.exchanges;
+  if (c.work.previous_pass && c.work.age > 0 && !other_bits) ways.previous = previous;
+  const double training = time.step() + (other_bits ? previous : 0);
   const auto overlap_of = [&](double trained) {
     return c.work.in_flight && c.work.age > 0 ? run_in_flight(engine, of_engine, ways, trained)
                                               : run_in_versions(c, ways, rollout, trained);
@@ -268,7 +272,7 @@ void plan_engines(const Case& c, bool values_wait, LayoutPlan& plan) {
   if (time.values_under > 0) overlap = overlap_of(training - time.values_under);
   time.idle = waits(training);
   time.older = overlap.older;
-  if (c.work.previous_pass) add_previous_pass(c, overlap.older, time);
+  if (c.work.previous_pass || other_bits) add_previous_pass(c, other_bits ? 1 : overlap.older, time);
   engines.decode = overlap.decode;
   engines.again = overlap.again;
   engines.tail = overlap.tail;

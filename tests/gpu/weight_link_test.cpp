@@ -60,6 +60,52 @@ TEST_F(WeightLinkOnGpus, TheSameBitsComeTwentyTimesBesideOtherWork) {
   }
 }
 
+// Two ranks share a matrix by columns: each sends a part that is contiguous with it and has gaps at the engine.
+TEST_F(WeightLinkOnGpus, PartsOfTwoRanksBecomeTheWholeBesideOtherWork) {
+  ListeningPort port;
+  RendezvousOptions rendezvous = port.place(0, 2, kLong);
+  rendezvous.world_size = 1;
+  const JobStore store(rendezvous);
+  WeightLinkOptions options;
+  options.store_port = rendezvous.master_port;
+  options.deadline = kLong;
+  options.actor_ranks = 2;
+  options.verify_weights_period = 2;
+  constexpr int64_t kRows = 8192, kColumns = 5000, kFirst = 1800;
+  const at::Device here(at::kCUDA, 0), there(at::kCUDA, 1);
+  const auto part_of = [&](int64_t rank, bool sent) {
+    const int64_t begin = rank == 0 ? 0 : kFirst, columns = rank == 0 ? kFirst : kColumns - kFirst;
+    WeightPart part{.actor_rank = rank, .whole = false, .elements = kRows * columns, .digest = 5};
+    part.pieces = {{sent ? 0 : begin, kRows, columns, sent ? columns : kColumns, begin, kColumns}};
+    return part;
+  };
+  at::Tensor engine = at::zeros({kRows * kColumns}, at::TensorOptions(there).dtype(at::kBFloat16));
+  std::vector<at::Tensor> live;
+  std::vector<std::unique_ptr<WeightSender>> senders;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    live.push_back(at::zeros({part_of(rank, true).elements}, engine.options().device(here)));
+    WeightRoutes routes;
+    routes.sources = [](int64_t) { return std::vector<int64_t>{0, 1}; };
+    routes.sent = [&, rank](int64_t) { return part_of(rank, /*sent=*/true); };
+    options.actor_rank = rank;
+    senders.push_back(std::make_unique<WeightSender>(options, WeightView{live.back(), 1}, routes));
+  }
+  WeightReceiver receiver(options, {.flat = engine, .layout = 1});
+  for (int64_t version = 0; version < 6; ++version) {
+    const at::Tensor all = values(kRows * kColumns, version, here).view({kRows, kColumns});
+    for (int64_t rank = 0; rank < 2; ++rank) {  // still at work when it is published
+      const auto r = static_cast<size_t>(rank);
+      live[r].copy_(all.narrow(1, rank == 0 ? 0 : kFirst, rank == 0 ? kFirst : kColumns - kFirst).reshape({-1}));
+      senders[r]->publish(version);
+    }
+    senders[0]->serve(0, "engine-0");
+    EXPECT_EQ(receiver.fetch("engine-0", {part_of(0, false), part_of(1, false)}), version);
+    receiver.apply();
+    for (const auto& sender : senders) sender->retract();
+    EXPECT_TRUE(at::equal(all.view({-1}), engine.to(here))) << version;
+  }
+}
+
 // A step that the device still has when its engine comes for new weights reads the old ones, also where these are all
 // there are.
 TEST_F(WeightLinkOnGpus, WithoutASecondBufferBytesComeBehindTheStepUnderWay) {

@@ -23,13 +23,6 @@ for ranks in 1 2; do
     [ $ranks = 1 ] && equal $name one 6 || equal $name two 6
   done
 done
-# A context parallel rank has all weights, as any other.
-context="policy.megatron_cfg.enabled=true policy.megatron_cfg.context_parallel_size=2 cluster.gpus_per_node=2"
-"$TRIREME" launch --nproc-per-node 2 -- $(run_args cp2 $context) >/dev/null 2>&1
-check "context parallel ranks, 2 engines" "$TRIREME" launch --nproc-per-node 2 --engines 2 -- \
-  $(run_args turn-cp2 $apart $context)
-check "turn-cp2: equal bits of engine and loss" sound turn-cp2 6
-equal turn-cp2 cp2 6
 # As pods of a manifest, the one that generates with two processes: each is an engine.
 manifest pods GRPO "actor: {}, generation: {processesPerPod: 2}" $(run_args pods $apart) >"$dir/pods.yaml"
 out=$("$TRIREME" run -f "$dir/pods.yaml" 2>&1); code=$?
@@ -256,8 +249,11 @@ refused "the same, two ranks" "start it with trireme launch --engines" \
   "$TRIREME" launch --nproc-per-node 2 -- $(run_args refused $apart)
 refused "early gradients" "beside generation on the same device" "$TRIREME" $(run_args refused $apart) \
   grpo.early_gradients=true
-refused "tensor parallel ranks" "from a policy of tensor parallel size 2" "$TRIREME" $(run_args refused $apart) \
-  policy.megatron_cfg.enabled=true policy.megatron_cfg.tensor_model_parallel_size=2 cluster.gpus_per_node=2
+refused "engines of several devices" "by engines of several devices" "$TRIREME" $(run_args refused $apart) \
+  policy.generation.tensor_parallel_size=2 cluster.gpus_per_node=2
+refused "a width of experts that ranks share" "from a policy of expert tensor parallel size 2" "$TRIREME" \
+  $(run_args refused $apart) policy.megatron_cfg.enabled=true policy.megatron_cfg.expert_tensor_parallel_size=2 \
+  cluster.gpus_per_node=2
 refused "dynamic sampling with exact versions" "which step a group is of is not known" "$TRIREME" \
   $(run_args refused $async) grpo.use_dynamic_sampling=true
 finish

@@ -77,7 +77,7 @@ refuses 0 "memory of an engine, of 2, GiB" "$TRIREME" plan --config configs/ppo_
 refuses 0 "8 ranks that train, 8 engines that generate," "$TRIREME" plan -f examples/dedicated-generation.rljob.yaml
 refuses 0 "1 ranks on each" "$TRIREME" plan -f examples/carry-over.rljob.yaml
 refuses 0 "engines   waiting" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8
-refuses 0 "layouts whose ranks share a policy" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8
+refuses 0 "tp=2,cp=1,ep=1,dp=2,pp=1,etp=1" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8 --engines 4
 refuses 10 "is for generation in other processes" "$TRIREME" plan --config configs/llama3.1_8b.yaml --engines 2
 refuses 10 "plan is of a configuration" "$TRIREME" plan
 # Every recipe whose model is published, in its own layout, runs.

@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/algorithms/engine_identity.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/model/weight_view.h"
 #include "trainer/rewards/failures.h"
 
@@ -149,7 +150,12 @@ DedicatedRollouts::DedicatedRollouts(Session& session, PromptStream& prompts, co
   link.deadline = kTransfer;
   link.verify_weights_period = session.config.grpo.async_grpo.verify_weights_period;
   link.transport = options.transport;
-  sender_ = std::make_unique<WeightSender>(link, weight_view(*session.policy));
+  parts_ = std::make_unique<WeightParts>(
+      *session.policy, EngineLayouts{.training = session.context.layout(), .stages = stage_options(session.config)});
+  WeightRoutes routes;
+  routes.sources = [this](int64_t engine) { return parts_->sources(engine); };
+  routes.sent = [this, rank = link.actor_rank](int64_t engine) { return parts_->sent(rank, engine); };
+  sender_ = std::make_unique<WeightSender>(link, weight_view(*session.policy), std::move(routes));
   before_update_ = std::move(session.optimizer->before_update);
   session.optimizer->before_update = [this] {
     retract();
@@ -180,7 +186,6 @@ void DedicatedRollouts::make_desk(const DedicatedOptions& options, const Rollout
   desk.first_step = next_step_;
   desk.first_group = prompts_.first_group();
   desk.first_sample_id = options.next_sample_id;
-  desk.actor_ranks = session_.context.world_size();
   desk.in_flight = !exact_versions(config);
   desk.lease = milliseconds(config.grpo.async_grpo.lease_timeout_s);
   desk.silence = std::min(kSilence, desk.lease);
@@ -215,6 +220,7 @@ void DedicatedRollouts::make_server(const DedicatedOptions& options) {
                                 static_cast<int64_t>(sizeof(int32_t) + sizeof(float) + sizeof(VersionSpan))));
   server_ = std::make_unique<WorkServer>(server, *desk_);
   store_->set(kWorkPortKey, std::to_string(server_->port()));
+  store_->set(kActorLayoutKey, to_string(session_.context.layout()));
   store_->set(kWorkTicketKey, server.ticket);
   log_info("engines", "generation processes get their work at port " + std::to_string(server_->port()));
 }

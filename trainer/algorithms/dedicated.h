@@ -3,8 +3,9 @@
 //
 // Rank 0 has the desk (trainer/work): the ledger, and who generates what. All ranks wait for it to have the next step's
 // groups, and get them by one broadcast. Behind a step's training each rank publishes its weights; before the optimizer
-// writes them the next time they are retracted, so that training and transfers run beside each other. Weights that
-// ranks share are whole from one training to the next, and retracted before they are released for it.
+// writes them the next time they are retracted, so that training and transfers run beside each other. Engines have the
+// whole model on one device each; of a policy that ranks split each of them sends its part. Weights that ranks share
+// are whole from one training to the next, and retracted before they are released for it.
 //
 // - In turn (age 0): a group is begun with the weights that its step begins with.
 // - Exact versions (exact_versions): with those of max(0, v(s) - age) and no others. The write of the weights waits
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "trainer/algorithms/rollout_source.h"
+#include "trainer/model/weight_parts.h"
 #include "trainer/parallel/weight_link.h"
 #include "trainer/work/server.h"
 #include "trainer/work/shared_desk.h"
@@ -84,8 +86,9 @@ class DedicatedRollouts final : public RolloutSource {
   std::function<void()> before_update_, before_release_;  // of optimizer and shared weights, before this
   std::unique_ptr<JobStore> own_store_;                   // with one rank
   JobStore* store_ = nullptr;
-  std::unique_ptr<WeightSender> sender_;
-  std::unique_ptr<SharedDesk> desk_;  // of rank 0, as the next one
+  std::unique_ptr<WeightParts> parts_;
+  std::unique_ptr<WeightSender> sender_;  // it asks them
+  std::unique_ptr<SharedDesk> desk_;      // of rank 0, as the next one
   std::unique_ptr<WorkServer> server_;
 };
 

@@ -11,9 +11,10 @@
 
 namespace trireme {
 
-// Keys of the job's store: the ticket of the work server, and the port it listens on.
+// Keys of the job's store: the ticket of the work server, the port it listens on, and who sends weights.
 inline constexpr const char* kWorkTicketKey = "work/ticket";
 inline constexpr const char* kWorkPortKey = "work/port";
+inline constexpr const char* kActorLayoutKey = "work/layout";  // of the ranks that train, as to_string(Layout)
 
 // Without name and session.
 JoinRequest identity_of(const Config& config, const ModelConfig& model, const std::filesystem::path& model_dir,

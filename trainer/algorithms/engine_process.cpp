@@ -16,11 +16,13 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "topology/combine_blocks.h"
 #include "trainer/algorithms/engine_identity.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/rollouts.h"
 #include "trainer/algorithms/session.h"
 #include "trainer/algorithms/session_parts.h"
+#include "trainer/model/weight_parts.h"
 #include "trainer/model/weight_view.h"
 #include "trainer/ops/linear.h"
 #include "trainer/parallel/device.h"
@@ -98,11 +100,16 @@ class EngineProcess final {
   RewardPool rewards_;
   std::unique_ptr<Model> model_;
   std::string url_, ticket_;
+  Layout actors_;
   JoinRequest join_;
   bool in_flight_ = false, kept_ = false;
   int64_t group_size_ = 1;
   Milliseconds long_poll_ = kLongPoll;
   std::unique_ptr<WeightReceiver> receiver_;
+  std::unique_ptr<WeightParts> sources_;
+  // Of the engine's number, of the thread that fetches.
+  int64_t parts_of_ = -1;
+  std::vector<WeightPart> parts_;
   std::unique_ptr<EngineHost> host_;
 
   mutable std::mutex mutex_;
@@ -127,7 +134,12 @@ EngineProcess::EngineProcess(const Config& config, const EngineProcessOptions& o
       tokenizer_(load_tokenizer(config, options.hf_home, model_dir_)),
       rewards_(reward_options(config, options.rewards), uses_reward_model(config)) {
   const ModelConfig description = ModelConfig::load(model_dir_);
-  const ModelOptions model_options = engine_model_options(config, options.rendezvous.local_rank, description);
+  ModelOptions model_options = engine_model_options(config, options.rendezvous.local_rank, description);
+  // As many as in training, so that experts are added up in the same order.
+  if (description.num_experts > 0) {
+    model_options.combine_blocks =
+        combine_blocks(description.num_experts, config.policy.moe_combine_blocks, parallel_sizes(config).expert);
+  }
   // The weights come from the actor, the first ones too.
   model_ = std::make_unique<Model>(description, model_options);
   if (model_options.device.is_cpu()) choose_linear_mode(model_->linear_shapes(), model_options.dtype);
@@ -157,6 +169,7 @@ void EngineProcess::find_actor() {
       "the run's work server did not come: its actor generates itself "
       "(policy.generation.colocated.enabled), or did not get so far";
   ticket_ = store.get(kWorkTicketKey, deadline, nobody_cancels, missing);
+  actors_ = parse_layout(store.get(kActorLayoutKey, deadline, nobody_cancels, missing));
   url_ = options_.work_url;
   if (url_.empty())
     url_ = "http://" + r.master_address + ":" + store.get(kWorkPortKey, deadline, nobody_cancels, missing);
@@ -220,12 +233,15 @@ void EngineProcess::run() {
     };
   }
   receiver_ = std::make_unique<WeightReceiver>(link, weight_view(*model_));
+  sources_ =
+      std::make_unique<WeightParts>(*model_, EngineLayouts{.training = actors_, .stages = stage_options(config_)});
   host_ = std::make_unique<EngineHost>(
       [this, threads = at::get_num_threads()] {
         at::set_num_threads(threads);
         use_device();
-        return std::make_unique<Engine>(*model_, tokenizer_.get(), engine_options(config_),
-                                        training_sampling(config_, *tokenizer_));
+        EngineOptions engine = engine_options(config_);
+        engine.lanes = 1;  // it has no stages, whatever training has
+        return std::make_unique<Engine>(*model_, tokenizer_.get(), engine, training_sampling(config_, *tokenizer_));
       },
       [this](GeneratedGroup group) { finished(std::move(group)); });
   log_info("engine", options_.name + " generates for the run at " + url_ + " on " +
@@ -327,7 +343,9 @@ int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
     faults_.begins("fetching");
     transfer_begins_ = true;
     try {
-      return receiver_->fetch(reply.link, reply.actor_rank);
+      if (parts_of_ != reply.engine) parts_ = sources_->received(reply.engine);
+      parts_of_ = reply.engine;
+      return receiver_->fetch(reply.link, parts_);
     } catch (const Error& error) {
       if (tries == kTransferTries || stopping_ || error.kind() == ErrorKind::kUser) throw;
       log_warn("engine", std::string(error.what()) + "; asking again");

@@ -233,15 +233,18 @@ class GrpoLoop final {
                                    config_.cluster.processes);
   }
 
-  // Whether the sampler's log-probs have the loss's bits although generation has a layout of its own.
+  // Whether the sampler's log-probs have the loss's bits although generation has a layout of its own. Experts are added
+  // up in the same blocks in both.
   bool generation_is_exact() {
-    if (refit_ == nullptr) return true;
+    const bool elsewhere = generates_elsewhere(config_);
+    if (refit_ == nullptr && !elsewhere) return true;
     const auto arithmetic = [&](const Layout& layout) {
       return Arithmetic{.dtype = config_.policy.precision, .tp = layout.tp, .etp = layout.etp};
     };
-    const Exactness found =
-        exactness(arithmetic(session_.context.generation().layout), arithmetic(session_.context.layout()));
-    const bool exact = rows_are_exact(refit_->model(), config_, session_.context);
+    const Layout generation = elsewhere ? Layout{} : session_.context.generation().layout;
+    const Exactness found = exactness(arithmetic(generation), arithmetic(session_.context.layout()));
+    const bool exact =
+        elsewhere || rows_are_exact(refit_->model(), config_, session_.context);  // an engine looks itself
     if (!session_.context.is_main()) return found.equal && exact;
     if (!found.equal)
       log_warn("grpo", found.difference +

@@ -80,7 +80,7 @@ PlanOptions plan_options(const Config& config) {
   options.keeps_cache = carries_over(config) && !async.recompute_kv_cache_after_weight_updates;
   options.combine_blocks = config.policy.moe_combine_blocks;
   options.lanes = config.policy.generation.pipeline_lanes;
-  options.generation_tp = config.policy.generation.tensor_parallel_size;
+  options.generation_tp = generates_elsewhere(config) ? 0 : config.policy.generation.tensor_parallel_size;
   options.fold_pipeline = config.policy.generation.fold_pipeline;
   return options;
 }

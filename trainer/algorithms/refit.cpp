@@ -52,7 +52,7 @@ std::vector<int64_t> elements_by_rank(const std::vector<RefitCopy>& copies, cons
 
 std::optional<Layout> generation_layout(const Config& config, const Layout& training) {
   const GenerationConfig& g = config.policy.generation;
-  if (!has_rollouts(config)) return std::nullopt;
+  if (!has_rollouts(config) || generates_elsewhere(config)) return std::nullopt;
   if (!g.fold_pipeline && (g.tensor_parallel_size == 0 || g.tensor_parallel_size == training.tp)) return std::nullopt;
   return generation_layout(training, g.tensor_parallel_size, g.fold_pipeline);
 }

@@ -13,7 +13,8 @@
 
 namespace trireme {
 
-// The layout that the ranks of `training` generate in, where policy.generation asks for another one.
+// The layout that the ranks of `training` generate in, where policy.generation asks for another one. Where processes of
+// their own generate there is none: what these ranks generate, for validation, they do as they train.
 std::optional<Layout> generation_layout(const Config& config, const Layout& training);
 
 // Why that cannot be: one sentence that begins with the key; nothing where it can.

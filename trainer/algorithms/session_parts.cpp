@@ -31,9 +31,8 @@ void check_roles(const Config& config, const TrainOptions& options) {
   }
 }
 
-}  // namespace
-
-ModelOptions policy_options(const Config& config, int local_rank, const ModelConfig& model, ParallelContext& context) {
+ModelOptions options_on(const Config& config, int local_rank, const ModelConfig& model, ParallelContext& context,
+                        const StageOptions& stages) {
   ModelOptions options;
   options.dtype = parse_dtype(config.policy.precision);
   options.device = choose_device(config.cluster.device, local_rank);
@@ -42,7 +41,7 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.freeze_router = router_settings(config).freeze_moe_router;
   options.wide_router = router_settings(config).moe_router_dtype == "fp64";
   options.combine_blocks = config.policy.moe_combine_blocks;
-  set_split(options, model.shape(), context, stage_options(config));
+  set_split(options, model.shape(), context, stages);
   options.overlap_exchanges = overlap_exchanges(config);
   const StateSharding shared = state_sharding(config);
   if (shared < StateSharding::kGradients || context.data_parallel().size() == 1) return options;
@@ -53,9 +52,16 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   return options;
 }
 
+}  // namespace
+
+ModelOptions policy_options(const Config& config, int local_rank, const ModelConfig& model, ParallelContext& context) {
+  return options_on(config, local_rank, model, context, stage_options(config));
+}
+
+// Whatever stages the policy has, this has none.
 ModelOptions engine_model_options(const Config& config, int local_rank, const ModelConfig& model) {
   ParallelContext alone;
-  ModelOptions options = policy_options(config, local_rank, model, alone);
+  ModelOptions options = options_on(config, local_rank, model, alone, {});
   options.trainable = options.lends_gradients = false;
   options.gradient_dtype.reset();
   options.sharding = {};

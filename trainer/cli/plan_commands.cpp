@@ -221,21 +221,9 @@ std::vector<Layout> layouts_of(const PlanContext& context, bool named) {
   return layouts;
 }
 
-struct RankedLayouts {
-  std::vector<LayoutPlan> plans;
-  size_t left_out = 0;  // whose ranks share a policy, which engines get no weights from
-};
-
-// Those without such ranks.
-std::vector<Layout> served_layouts(const PlanContext& context, bool named, size_t& left_out) {
-  std::vector<Layout> layouts = layouts_of(context, named);
-  left_out += std::erase_if(layouts, [](const Layout& l) { return l.world() != l.dp || l.ep * l.etp > 1; });
-  return layouts;
-}
-
 // All ways to deal the devices to ranks and engines, of so many engines where they are named.
-RankedLayouts plans_with_engines(const PlanContext& context, bool named) {
-  RankedLayouts ranked;
+std::vector<LayoutPlan> plans_with_engines(const PlanContext& context, bool named) {
+  std::vector<LayoutPlan> plans;
   const int64_t asked = context.work.engines, gpus = context.check.world + std::max<int64_t>(1, asked);
   for (int64_t engines = std::max<int64_t>(1, asked); engines < (asked > 0 ? asked + 1 : gpus); ++engines) {
     PlanContext dealt = context;
@@ -243,25 +231,22 @@ RankedLayouts plans_with_engines(const PlanContext& context, bool named) {
     dealt.check.gpus_per_node = dealt.devices.of_node = std::min(context.devices_of_node, dealt.check.world);
     dealt.work.engines = engines;
     dealt.work.engines_near = gpus <= context.devices_of_node;
-    for (const Layout& layout : served_layouts(dealt, named, ranked.left_out)) {
+    for (const Layout& layout : layouts_of(dealt, named)) {
       if (context.beside.critic) {
         const auto dp = derive_dp(context.beside.critic->layout, dealt.check.world);
         if (dp && !critic_problems(context.config, *dp).empty()) continue;
       }
-      ranked.plans.push_back(plan_layout(dealt.shape, layout, dealt.work, dealt.options, dealt.devices, dealt.beside));
+      plans.push_back(plan_layout(dealt.shape, layout, dealt.work, dealt.options, dealt.devices, dealt.beside));
     }
   }
-  rank_plans(ranked.plans);
-  return ranked;
+  rank_plans(plans);
+  return plans;
 }
 
-RankedLayouts legal_plans(const PlanContext& context, bool named) {
+std::vector<LayoutPlan> legal_plans(const PlanContext& context, bool named) {
   if (context.shares_engines) return plans_with_engines(context, named);
-  RankedLayouts ranked;
-  const std::vector<Layout> layouts =
-      context.work.engines > 0 ? served_layouts(context, named, ranked.left_out) : layouts_of(context, named);
-  ranked.plans = rank_layouts(context.shape, layouts, context.work, context.options, context.devices, context.beside);
-  return ranked;
+  return rank_layouts(context.shape, layouts_of(context, named), context.work, context.options, context.devices,
+                      context.beside);
 }
 
 std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
@@ -326,8 +311,7 @@ std::vector<std::string> missing(const PlanContext& context, const Layout& layou
 int print_ranking(const PlanContext& context) {
   std::vector<RankedPlan> ranked;
   bool fits = false;
-  RankedLayouts legal = legal_plans(context, !auto_sizes(context.config).empty());
-  for (LayoutPlan& plan : legal.plans) {
+  for (LayoutPlan& plan : legal_plans(context, !auto_sizes(context.config).empty())) {
     fits = fits || plan.fits();
     const bool runs = missing(context, plan.layout).empty();
     ranked.push_back({std::move(plan), runs});
@@ -337,10 +321,6 @@ int print_ranking(const PlanContext& context) {
               (context.shares_engines ? ", nor of fewer beside more engines" : ""));
   }
   print_plans(std::cout, ranked, context.devices);
-  if (legal.left_out > 0)
-    print_line(
-        std::cout, "left out",
-        std::to_string(legal.left_out) + " layouts whose ranks share a policy: engines get no weights from these yet");
   if (fits) return 0;
   print_line(std::cout, "fits",
              "nothing; " + to_string(ranked.front().plan.layout) + " wants least, " +
@@ -352,7 +332,7 @@ int print_ranking(const PlanContext& context) {
 void settle_sizes(PlanContext& context) {
   const std::vector<std::string> open = auto_sizes(context.config);
   if (open.empty()) return;
-  const std::vector<LayoutPlan> plans = legal_plans(context, true).plans;
+  const std::vector<LayoutPlan> plans = legal_plans(context, true);
   if (plans.empty() || !plans.front().fits()) {
     fail_user(join(open, ", ") + ": auto, but no layout of " + std::to_string(context.check.world) + " ranks fits" +
               (plans.empty() ? ""

@@ -241,6 +241,11 @@ void check_elsewhere(const Config& c, Problems& out) {
     out.push_back({"policy.generation.colocated.resources",
                    "leave no device to train on: they are of those of cluster.gpus_per_node and cluster.num_nodes"});
   }
+  if (c.policy.generation.fold_pipeline) {
+    out.push_back({"policy.generation.fold_pipeline",
+                   "is for ranks that train and generate; with policy.generation.colocated.enabled false engines have "
+                   "no stages: leave it false"});
+  }
   if (g.early_gradients) {
     out.push_back(
         {"grpo.early_gradients",

@@ -111,7 +111,7 @@ void add_generation(std::vector<Field>& table) {
   OURS(policy.generation.tensor_parallel_size)
   ("tensor parallel ranks of generation; 0: as in training. Another number takes memory for a second copy of the "
    "weights while generating, filled before each rollout (phase refit), and makes previous log-probs a pass of their "
-   "own")
+   "own. Of engines (colocated.enabled=false) 0 and 1 are one device each, which is all that they can have yet")
       .at_least(0);
   OURS(policy.generation.fold_pipeline)
   ("generate without the pipeline stages of training: each rank has its part of all layers, in a second copy of the "

@@ -50,19 +50,14 @@ void refuse_critic(const Config& c, const std::function<void(bool, const std::st
          "balancing the experts of a critic");
 }
 
-// Every rank of training sends all weights to engines that have them whole. Context parallel ranks have all of them.
+// Engines have the whole model on one device each, whatever ranks of training share it.
 void refuse_elsewhere(const Config& c,
                       const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
-  const char* key = "policy.generation.colocated.enabled";
-  const std::string what = "generation on devices of its own ";
-  const ParallelSizes sizes = parallel_sizes(c);
-  for (const auto& [name, size] :
-       {std::pair{"tensor", sizes.tensor}, std::pair{"pipeline", sizes.pipeline}, std::pair{"expert", sizes.expert},
-        std::pair{"expert tensor", sizes.expert_tensor}}) {
-    refuse(size > 1, key, what + "from a policy of " + name + " parallel size " + std::to_string(size));
-  }
-  const GenerationConfig& g = c.policy.generation;
-  refuse(g.tensor_parallel_size > 1 || g.fold_pipeline, key, what + "in a split layout");
+  refuse(parallel_sizes(c).expert_tensor > 1, "policy.generation.colocated.enabled",
+         "generation on devices of its own from a policy of expert tensor parallel size " +
+             std::to_string(parallel_sizes(c).expert_tensor));
+  refuse(c.policy.generation.tensor_parallel_size > 1, "policy.generation.tensor_parallel_size",
+         "generation on devices of its own (policy.generation.colocated.enabled) by engines of several devices");
 }
 
 }  // namespace

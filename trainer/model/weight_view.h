@@ -6,9 +6,9 @@
 
 namespace trireme {
 
-// All parameters of a model that one rank holds whole; those of an actor and of an engine with the same configuration
-// have the same layout. Of weights that ranks share the view may be read while they are whole (ShardedUnits::whole).
-// Throws Error(kUser) that names what the model is split over.
+// All parameters that this rank has of a model. Those of an actor and of an engine with the same configuration and the
+// same split have the same layout; of others WeightParts says what goes where. Of weights that ranks share the view may
+// be read while they are whole (ShardedUnits::whole).
 WeightView weight_view(const Model& model);
 
 }  // namespace trireme

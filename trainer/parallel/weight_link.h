@@ -1,4 +1,5 @@
-// WeightSender and WeightReceiver: an actor rank's weights to an engine, another process, beside what both compute.
+// WeightSender and WeightReceiver: weights of actor ranks to an engine, another process, beside what all compute. An
+// engine has them from one rank, or, where ranks share a model, a part from each of several (topology/weight_plan.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,10 +8,11 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
-#include "topology/topology.h"
 #include "trainer/parallel/transport.h"
+#include "trainer/parallel/weight_pieces.h"
 
 namespace trireme {
 
@@ -33,6 +35,9 @@ struct WeightLinkOptions {
   // Of a whole transfer, from the call to its end, and of each wait in it. A peer that has gone is seen at once (but
   // for an actor's that goes while bytes come from its device), one that stands still at the deadline.
   Milliseconds deadline{60000};
+  // Of an engine that reads from other ranks first: how long a sender keeps its weights for it without a sign of life.
+  // The engine gives one five times as often, by its own number.
+  Milliseconds silence{5000};
   // Checksums are compared after a connection's first transfer, and after every so many; 0: after the first only. The
   // sender's counts.
   int64_t verify_weights_period = 100;
@@ -53,9 +58,12 @@ struct WeightTransfer {
   bool verified = false;  // checksums were compared
 };
 
-// The plan of a transfer: the actor rank that engine `engine` receives all weights from, engine mod actors. Throws
-// Error(kUser) that names the size of either layout for which there is none: both hold whole models on each rank.
-int64_t weight_source(const Layout& actors, const Layout& engine_layout, int64_t engine);
+// Who sends what to an engine, of weights that ranks of training share; made by WeightParts
+// (trainer/model/weight_parts.h). Called from any thread.
+struct WeightRoutes {
+  std::function<std::vector<int64_t>(int64_t engine)> sources;  // actor ranks
+  std::function<WeightPart(int64_t engine)> sent;               // by this rank, where it is one of them
+};
 
 // 64 bits over the tensor's bytes: the sum of its words of 8 bytes, each times an odd number of its place, modulo 2^64.
 // On CUDA by the current stream, which is waited for. The same number on every device.
@@ -68,8 +76,9 @@ uint64_t weight_checksum_by_reduction(const at::Tensor& tensor);
 // and one that breaks breaks no other. publish() and retract() are called by the training thread.
 class WeightSender final {
  public:
-  // `weights` must live until this has gone. Throws Error(kTimeout) where the store cannot be reached.
-  WeightSender(const WeightLinkOptions& options, const WeightView& weights);
+  // `weights` must live until this has gone. Without `routes` each rank has the whole model, and sends it to the
+  // engines whose number mod actor_ranks is its own. Throws Error(kTimeout) where the store cannot be reached.
+  WeightSender(const WeightLinkOptions& options, const WeightView& weights, WeightRoutes routes = {});
   ~WeightSender();  // ends what is under way
   WeightSender(const WeightSender&) = delete;
   WeightSender& operator=(const WeightSender&) = delete;
@@ -77,12 +86,13 @@ class WeightSender final {
   // The live weights are those of `version`, and may be read until retract() returns. On CUDA: what the current stream
   // holds now comes first. They must be whole: after DistributedAdamW::finish_gather.
   void publish(int64_t version);
-  // Before they are written: no send begins any more, one under way is waited for, at its deadline it is broken. Then
-  // nothing reads them. Returns the seconds that it waited. Called without a publish() it does nothing.
+  // Before they are written: no send begins any more, one under way is waited for, at its deadline it is broken, and so
+  // are engines that keep these weights until they have read those of other ranks. Then nothing reads them. Returns the
+  // seconds that it waited. Called without a publish() it does nothing.
   double retract();
   // An engine asks for the newest weights over the link of this name (a word of at most 128 letters, digits, '.', '_'
-  // and '-', no other engine's). From any thread; the rank that sends is actor rank `engine` mod actor_ranks, to which
-  // the store carries it. It sends when weights are published, and gives up at the deadline. A second call for an
+  // and '-', no other engine's). From any thread; the store carries it to the ranks that send to that engine. They send
+  // when weights are published, and give up at the deadline. A second call for an
   // engine stands in for the first, unless the engine has come to that already: then it is answered next. Throws
   // Error(kUser) for a bad name, Error(kUnavailable) without a store.
   void serve(int64_t engine, const std::string& link);
@@ -112,12 +122,14 @@ class WeightReceiver final {
   // There is no second buffer: fetch() writes the live weights, so decoding stops before it is called. On CUDA bytes
   // come behind what the current stream holds then.
   bool needs_stop() const;
-  // Waits for the newest weights from that actor rank, which somebody asks to serve this link (WeightSender::serve),
-  // before or after this call. Returns their version. Throws when it breaks: Error(kUnavailable) or Error(kTimeout)
-  // that names engine and rank, and may be tried again, which makes a new connection; Error(kUser) where it can never
-  // work (another model or dtype). The live weights and version are then as they were; with needs_stop() they may be
-  // torn (torn()) and must not be read before a fetch() succeeds.
-  int64_t fetch(const std::string& link, int64_t actor_rank);
+  // Waits for the newest weights from these actor ranks, in this order, all of one version, which somebody asks to
+  // serve this link (WeightSender::serve), before or after this call. Returns their version. A rank keeps its weights
+  // from being written from the time that all were asked until it has been read. Throws when it breaks:
+  // Error(kUnavailable) or Error(kTimeout) that names engine and rank, and may be tried again, which makes a new
+  // connection; Error(kUser) where it can never work (another model or dtype). The live weights and version are then as
+  // they were; with needs_stop() they may be torn (torn()) and must not be read before a fetch() succeeds.
+  int64_t fetch(const std::string& link, const std::vector<WeightPart>& parts);
+  int64_t fetch(const std::string& link, int64_t actor_rank);  // the whole model, of one
   // From any thread: fetch() throws soon, also every later one.
   void cancel();
   bool torn() const;  // then no step may be taken

@@ -60,29 +60,15 @@ uint64_t weight_checksum(const at::Tensor& tensor) {
   return checksum_on_host(static_cast<const uint8_t*>(tensor.const_data_ptr()), static_cast<int64_t>(tensor.nbytes()));
 }
 
-int64_t weight_source(const Layout& actors, const Layout& engine_layout, int64_t engine) {
-  const auto whole = [](const Layout& layout) {
-    return layout.tp == 1 && layout.pp == 1 && layout.ep == 1 && layout.etp == 1;
-  };
-  if (!whole(actors)) {
-    fail_user("engines of their own get weights from ranks that hold all of them; the actors' layout is " +
-              to_string(actors) + ": set tp, pp, ep and etp to 1, or generate where it trains");
-  }
-  if (!whole(engine_layout) || engine_layout.world() != 1) {
-    fail_user("an engine of its own holds all weights on one device; its layout is " + to_string(engine_layout) +
-              ": set all of its sizes to 1");
-  }
-  TRIREME_CHECK(engine >= 0, "engines count from 0");
-  return engine % actors.world();
-}
-
-WeightMessage message_about(const WeightView& weights, WeightMessage::Kind kind, int64_t version) {
+WeightMessage message_about(const WeightView& weights, const WeightPart& part, WeightMessage::Kind kind,
+                            int64_t version) {
   WeightMessage message;
   message.kind = kind;
   message.version = version;
-  message.bytes = static_cast<int64_t>(weights.flat.nbytes());
+  message.bytes =
+      part.whole ? static_cast<int64_t>(weights.flat.nbytes()) : part.elements * weights.flat.element_size();
   message.dtype = static_cast<int64_t>(weights.flat.scalar_type());
-  message.layout = weights.layout;
+  message.layout = part.whole ? weights.layout : part.digest;
   message.on_device = weights.flat.is_cuda() ? 1 : 0;
   const std::string host = host_name();
   std::memcpy(message.host, host.data(), std::min(host.size(), sizeof message.host - 1));
@@ -171,6 +157,8 @@ void check_link_name(const std::string& link) {
               " letters, digits, '.', '_' and '-'");
 }
 
-std::string link_key(const std::string& link, const std::string& what) { return "weights/link/" + link + "/" + what; }
+std::string link_key(const std::string& link, int64_t actor_rank, const std::string& what) {
+  return "weights/link/" + link + "/" + std::to_string(actor_rank) + "/" + what;
+}
 
 }  // namespace trireme

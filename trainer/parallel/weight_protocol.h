@@ -1,6 +1,10 @@
-// What the two ends of a weight link say to each other (weight_link.h). The engine that it is ready; the actor, over a
-// new connection between devices, the id of their wire; then the version, the bytes and a trailer; the engine a
-// receipt.
+// What the two ends of a weight link say to each other (weight_link.h). The engine that it is ready, and for which
+// version; the actor, over a new connection between devices, the id of their wire; then the version, the bytes and a
+// trailer; the engine a receipt.
+//
+// An engine that has several sources (`pins`) needs one version of all. Each sender keeps its weights behind the header
+// until the engine says go, or lets them be; who reads from another one meanwhile gives signs of life. A sender whose
+// weights of that version have been written over says that they are gone.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,17 +20,18 @@ namespace trireme {
 
 // All of one size, which both ends know.
 struct WeightMessage {
-  enum Kind : int64_t { kReady = 1, kWire, kHeader, kTrailer, kReceipt };
-  static constexpr uint64_t kMagic = 0x7472'6972'656d'6501ULL;  // "trireme", 1
+  enum Kind : int64_t { kReady = 1, kWire, kHeader, kTrailer, kReceipt, kGo, kAlive, kRelease, kGone };
+  static constexpr uint64_t kMagic = 0x7472'6972'656d'6502ULL;  // "trireme", 2
 
   uint64_t magic = kMagic;
   int64_t kind = 0;
-  int64_t version = -1;
+  int64_t version = -1;  // ready: the one that is wanted; -1: the newest
+  int64_t pins = 0;      // ready: what comes behind the header waits for go
   int64_t accepted = 1;  // receipt: the weights are taken
-  // The sender's weights: of every kind.
+  // The sender's weights, or its part of them: of every kind.
   int64_t bytes = 0;
   int64_t dtype = 0;    // at::ScalarType
-  uint64_t layout = 0;  // WeightView's
+  uint64_t layout = 0;  // WeightView's, or the part's digest
   int64_t on_device = 0;
   int64_t verify = 0;        // header, trailer: checksums are compared
   uint64_t checksum = 0;     // trailer, receipt
@@ -35,8 +40,12 @@ struct WeightMessage {
   char host[128] = {};  // the sender's
 };
 
-// With sizes, dtype, layout and host of these weights.
-WeightMessage message_about(const WeightView& weights, WeightMessage::Kind kind, int64_t version);
+// A stream of pieces goes in chunks of so many bytes, at both ends.
+inline constexpr int64_t kChunkBytes = int64_t{32} << 20;
+
+// With sizes, dtype, layout and host of the part of these weights.
+WeightMessage message_about(const WeightView& weights, const WeightPart& part, WeightMessage::Kind kind,
+                            int64_t version);
 void send_message(LinkPair& pair, const WeightMessage& message, const Deadline& deadline);
 // Throws Error(kUnavailable) when what comes is none.
 WeightMessage receive_message(LinkPair& pair, const Deadline& deadline);
@@ -52,7 +61,7 @@ std::string failure_of_transfer(const TransportCheck& check, const std::string& 
 
 // Throws Error(kUser) when it is no word for keys.
 void check_link_name(const std::string& link);
-// Keys of the store.
-std::string link_key(const std::string& link, const std::string& what);
+// Keys of the store, of the connections between an engine and one of its sources.
+std::string link_key(const std::string& link, int64_t actor_rank, const std::string& what);
 
 }  // namespace trireme

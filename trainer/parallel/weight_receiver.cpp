@@ -3,6 +3,11 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -12,6 +17,78 @@
 #include "trainer/parallel/weight_wire.h"
 
 namespace trireme {
+namespace {
+
+constexpr Milliseconds kAskAgain{20};  // weights that are gone: another version is under way
+
+// One of the actor ranks that weights come from, and the connection to it.
+struct Source {
+  std::unique_ptr<LinkPair> pair;
+  at::Tensor packed;  // for a chunk that goes to several stretches
+  std::unique_ptr<WeightWire> wire;
+  int64_t transfers = 0;  // over pair
+  bool asked = false;     // over pair, and not answered yet
+  WeightPart part;
+  WeightMessage header;
+
+  void drop() {
+    wire.reset();
+    packed.reset();
+    pair.reset();
+    asked = false;
+  }
+};
+
+// Tells senders whose turn has not come that this engine is there, from a thread of its own. What fails here is seen by
+// whoever uses the connection next.
+class SignsOfLife final {
+ public:
+  explicit SignsOfLife(Milliseconds interval) : interval_(interval), thread_([this] { run(); }) {}
+  ~SignsOfLife() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ended_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  void begin(LinkPair& pair) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pairs_.insert(&pair);
+  }
+  // From here on the pair is the caller's.
+  void end(LinkPair& pair) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pairs_.erase(&pair);
+  }
+
+ private:
+  void run() {
+    WeightMessage alive;
+    alive.kind = WeightMessage::kAlive;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!changed_.wait_for(lock, interval_, [&] { return ended_; })) {
+      for (auto pair = pairs_.begin(); pair != pairs_.end();) {
+        try {
+          send_message(**pair, alive, Deadline::after(interval_));
+          ++pair;
+        } catch (const std::exception&) {
+          pair = pairs_.erase(pair);
+        }
+      }
+    }
+  }
+
+  const Milliseconds interval_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::set<LinkPair*> pairs_;
+  bool ended_ = false;
+  std::thread thread_;
+};
+
+}  // namespace
 
 struct WeightReceiver::Impl {
   Impl(const WeightLinkOptions& of, const WeightView& view) : options(of), weights(view) {}
@@ -22,88 +99,209 @@ struct WeightReceiver::Impl {
   const at::Tensor& into() const { return second.defined() ? second : weights.flat; }
 
   void drop() {
-    wire.reset();
-    pair.reset();
+    sources.clear();
     store.reset();
   }
 
+  // The parts' sources, with the connections that there are to them.
+  void expect_parts(const std::string& name, const std::vector<WeightPart>& of) {
+    std::vector<int64_t> ranks;
+    for (const WeightPart& part : of) ranks.push_back(part.actor_rank);
+    if (link != name || ranks != order) drop();
+    link = name;
+    order = ranks;
+    for (const WeightPart& part : of) sources[part.actor_rank].part = part;
+  }
+
   // The next connection of the link: its number is this engine's to count, and never used again.
-  void connect(const Deadline& deadline) {
-    store =
-        std::make_unique<LinkStore>(options.store_address, options.store_port, options.attempt, deadline.remaining());
-    const int64_t number = store->add(link_key(link, "connections"), 1);
-    const std::string name = link_key(link, std::to_string(number));
+  void connect(Source& source, const Deadline& deadline) {
+    if (!store)
+      store =
+          std::make_unique<LinkStore>(options.store_address, options.store_port, options.attempt, deadline.remaining());
+    const int64_t number = store->add(link_key(link, rank, "connections"), 1);
+    const std::string name = link_key(link, rank, std::to_string(number));
     store->set(name, "1");
     (void)store->get(name + "/offered", deadline, cancel, peer() + " did not come to the link");
     store->set(name + "/taken", "1");
-    pair = std::make_unique<LinkPair>(*store, name, 1, options.store_address, peer(), deadline, cancel);
-    transfers = 0;
+    source.pair = std::make_unique<LinkPair>(*store, name, 1, options.store_address, peer(), deadline, cancel);
+    source.transfers = 0;
+    source.asked = false;
   }
 
-  // A connection that ends before the sender has said anything is one that it had given up: the next one is the
-  // answer's.
-  int64_t fetch(const Deadline& deadline) {
+  WeightMessage question(const Source& source, int64_t version) const {
+    WeightMessage ready = message_about(weights, source.part, WeightMessage::kReady, version);
+    ready.pins = sources.size() > 1 ? 1 : 0;
+    ready.stall_seconds = stall_seconds();
+    return ready;
+  }
+
+  void ask(Source& source, int64_t version, const Deadline& deadline) {
+    if (!source.pair) connect(source, deadline);
+    send_message(*source.pair, question(source, version), deadline);
+    source.asked = true;
+  }
+
+  // Asks, if it has not been done, until the source has answered: its header, or that the version is gone. A connection
+  // that ends before the sender has said anything is one that it had given up: the next one is the answer's.
+  const WeightMessage& answer(Source& source, int64_t version, const Deadline& deadline) {
     for (;;) {
       cancel.check();
-      begun = false;
+      bool begun = false;
       try {
-        if (!pair) connect(deadline);
-        return transfer(deadline);
+        if (!source.asked) ask(source, version, deadline);
+        source.header = receive_message(*source.pair, deadline);
+        begun = true;
+        source.asked = false;
+        hear(source, version, deadline);
+        return source.header;
       } catch (const Error& error) {
         if (begun || error.kind() == ErrorKind::kTimeout || deadline.passed() || cancel.cancelled()) throw;
-        drop();
+        source.drop();
+        store.reset();
       }
     }
   }
 
-  int64_t transfer(const Deadline& deadline) {
-    fresh = false;
-    WeightMessage ready = message_about(weights, WeightMessage::kReady, -1);
-    ready.stall_seconds = stall_seconds();
-    send_message(*pair, ready, deadline);
-    WeightMessage header = receive_message(*pair, deadline);
-    begun = true;
-    if (const std::string why = misfit(header, ready); !why.empty()) fail_user(why);
-    if (header.kind == WeightMessage::kWire) {
-      const std::string id(header.wire, sizeof header.wire);
-      wire = std::make_unique<WeightWire>(weights.flat.device(), 1, id, deadline, cancel);
-      header = receive_message(*pair, deadline);
+  // The first words of a source, and the wire that they may announce.
+  void hear(Source& source, int64_t version, const Deadline& deadline) {
+    if (const std::string why = misfit(source.header, question(source, version)); !why.empty()) fail_user(why);
+    if (source.header.kind == WeightMessage::kWire) {
+      const std::string id(source.header.wire, sizeof source.header.wire);
+      source.wire = std::make_unique<WeightWire>(weights.flat.device(), 1, id, deadline, cancel);
+      source.header = receive_message(*source.pair, deadline);
     }
-    expect(header, WeightMessage::kHeader);
+    if (source.header.kind == WeightMessage::kGone && version >= 0) return;
+    expect(source.header, WeightMessage::kHeader);
+    if (version >= 0 && source.header.version != version)
+      throw Error(ErrorKind::kUnavailable, "it has other weights than those that were asked for");
+  }
+
+  // Every source keeps its weights of one version, which the first one's are. False: a source has written over it
+  // meanwhile, and none keeps any.
+  bool pin(SignsOfLife& signs, const Deadline& deadline) {
+    std::vector<Source*> kept;
+    const auto keep = [&](Source& source) {
+      kept.push_back(&source);
+      signs.begin(*source.pair);
+    };
+    bool gone = false;
+    int64_t version = -1;
+    for (const int64_t of : order) {
+      rank = of;
+      Source& source = sources[of];
+      const WeightMessage& header = answer(source, version, deadline);
+      if (header.kind == WeightMessage::kGone) {
+        gone = true;
+        let_be(kept, signs, deadline);
+      } else if (gone) {
+        kept.push_back(&source);
+        let_be(kept, signs, deadline);
+      } else {
+        keep(source);
+      }
+      if (version >= 0) continue;
+      version = header.version;
+      ask_others(version, deadline);  // they answer at the same time
+    }
+    return !gone;
+  }
+
+  void ask_others(int64_t version, const Deadline& deadline) {
+    const int64_t first = rank;
+    for (const int64_t of : order) {
+      if (of == first) continue;
+      rank = of;
+      try {
+        ask(sources[of], version, deadline);
+      } catch (const Error& error) {  // answer() tries again
+        if (error.kind() == ErrorKind::kTimeout || cancel.cancelled()) throw;
+        sources[of].drop();
+      }
+    }
+    rank = first;
+  }
+
+  void let_be(std::vector<Source*>& kept, SignsOfLife& signs, const Deadline& deadline) {
+    for (Source* source : kept) {
+      signs.end(*source->pair);
+      send_message(*source->pair, question_end(), deadline);
+    }
+    kept.clear();
+  }
+  static WeightMessage question_end() {
+    WeightMessage release;
+    release.kind = WeightMessage::kRelease;
+    return release;
+  }
+
+  int64_t fetch(const Deadline& deadline) {
+    fresh = false;
+    WeightTransfer transfer{.verified = true};
+    if (order.size() == 1) {
+      rank = order.front();
+      transfer.version = answer(sources[rank], -1, deadline).version;
+      receive(sources[rank], transfer, deadline);
+    } else {
+      for (const int64_t of : order) {  // before anybody keeps weights for this
+        rank = of;
+        if (!sources[of].pair) connect(sources[of], deadline);
+      }
+      SignsOfLife signs(options.silence / 5);
+      while (!pin(signs, deadline)) {
+        if (deadline.passed()) fail_timeout("the weights were written over whenever all ranks were asked");
+        std::this_thread::sleep_for(kAskAgain);
+      }
+      transfer.version = sources[order.front()].header.version;
+      for (const int64_t of : order) {
+        rank = of;
+        signs.end(*sources[of].pair);
+        WeightMessage go;
+        go.kind = WeightMessage::kGo;
+        send_message(*sources[of].pair, go, deadline);
+        receive(sources[of], transfer, deadline);
+      }
+    }
+    torn = false;
+    fresh = second.defined();
+    last = transfer;
+    return transfer.version;
+  }
+
+  // A source's bytes, behind its header.
+  void receive(Source& source, WeightTransfer& transfer, const Deadline& deadline) {
+    const WeightMessage& header = source.header;
     const Stopwatch watch;
-    const WeightMessage trailer = receive_bytes(deadline);
-    WeightTransfer transfer{
-        .version = header.version, .seconds = watch.seconds(), .bytes = header.bytes, .verified = header.verify != 0};
+    const WeightMessage trailer = receive_bytes(source, transfer.bytes, deadline);
+    transfer.seconds += watch.seconds();
+    transfer.bytes += header.bytes;
+    transfer.verified = transfer.verified && header.verify != 0;
     if (trailer.version != header.version || trailer.verify != header.verify)
       throw Error(ErrorKind::kUnavailable, "the trailer is not that of the header");
-    if (transfers == 0) judge_transport(options.transport, weights.flat.is_cuda(), header.host);
-    WeightMessage receipt = message_about(weights, WeightMessage::kReceipt, header.version);
-    if (transfer.verified) receipt.checksum = checksum();
+    if (source.transfers == 0) judge_transport(options.transport, weights.flat.is_cuda(), header.host);
+    WeightMessage receipt = message_about(weights, source.part, WeightMessage::kReceipt, header.version);
+    if (header.verify != 0) receipt.checksum = checksum(source);
     receipt.accepted = receipt.checksum == trailer.checksum ? 1 : 0;
-    send_message(*pair, receipt, deadline);
+    send_message(*source.pair, receipt, deadline);
     if (receipt.accepted == 0) {
       throw Error(ErrorKind::kUnavailable, "other bytes came than were sent: checksum " +
                                                std::to_string(receipt.checksum) + " instead of " +
                                                std::to_string(trailer.checksum));
     }
-    ++transfers;
-    torn = false;
-    fresh = second.defined();
-    last = transfer;
-    return header.version;
+    ++source.transfers;
   }
 
-  WeightMessage receive_bytes(const Deadline& deadline) {
+  WeightMessage receive_bytes(Source& source, int64_t before, const Deadline& deadline) {
     torn = !second.defined();
     if (!weights.flat.is_cuda()) {
-      pair->receive(into(), deadline, options.on_bytes);
+      receive_on_host(source, before, deadline);
     } else {
-      if (!wire) throw Error(ErrorKind::kUnavailable, "the other end has a wire between devices that is not here");
-      wire->receive(into(), read());
+      if (!source.wire)
+        throw Error(ErrorKind::kUnavailable, "the other end has a wire between devices that is not here");
+      receive_on_device(source, deadline);
     }
-    const WeightMessage trailer = receive_message(*pair, deadline);
+    const WeightMessage trailer = receive_message(*source.pair, deadline);
     expect(trailer, WeightMessage::kTrailer);
-    if (wire) wire->wait(deadline, cancel);
+    if (source.wire) source.wire->wait(deadline, cancel);
     return trailer;
   }
 
@@ -115,27 +313,70 @@ struct WeightReceiver::Impl {
     return mark_time();
   }
 
+  void receive_on_host(Source& source, int64_t before, const Deadline& deadline) {
+    if (source.part.whole) return source.pair->receive(into(), deadline, options.on_bytes);
+    for (const WeightChunk& chunk : chunks_of(source.part, chunk_elements())) {
+      const at::Tensor bytes = chunk.contiguous() ? in_place(chunk) : packed(source, chunk);
+      source.pair->receive(bytes, deadline);
+      if (!chunk.contiguous()) scatter_chunk(bytes, chunk, into());
+      before += static_cast<int64_t>(bytes.nbytes());
+      if (options.on_bytes) options.on_bytes(before);
+    }
+  }
+
+  // Each chunk's memory is written again when the stream has left it.
+  void receive_on_device(Source& source, const Deadline& deadline) {
+    const TimeMark free = read();
+    if (source.part.whole) return source.wire->receive(into(), free);
+    for (const WeightChunk& chunk : chunks_of(source.part, chunk_elements())) {
+      if (chunk.contiguous()) {
+        source.wire->receive(in_place(chunk), free);
+        source.wire->settle(deadline, cancel);
+        continue;
+      }
+      source.wire->run([&] { (void)packed(source, chunk); }, free);
+      source.wire->receive(packed(source, chunk), nullptr);
+      source.wire->settle(deadline, cancel);
+      source.wire->run([&] { scatter_chunk(packed(source, chunk), chunk, into()); }, nullptr);
+    }
+  }
+
+  int64_t chunk_elements() const { return kChunkBytes / weights.flat.element_size(); }
+  at::Tensor in_place(const WeightChunk& chunk) const {
+    return into().narrow(0, chunk.stretches.front().offset, chunk.elements);
+  }
+  // Of the wire's stream where there is one.
+  at::Tensor packed(Source& source, const WeightChunk& chunk) const {
+    if (!source.packed.defined()) source.packed = at::empty({chunk_elements()}, weights.flat.options());
+    return source.packed.narrow(0, 0, chunk.elements);
+  }
+
   double stall_seconds() const {
     if (!second.defined()) return last.seconds;
     return applied == nullptr ? applied_in : seconds_between(applying, applied);
   }
 
-  uint64_t checksum() const { return wire ? wire->checksum(into(), nullptr) : weight_checksum(into()); }
+  uint64_t checksum(Source& source) const {
+    const WeightPart& part = source.part;
+    if (!source.wire) return part.whole ? weight_checksum(into()) : part_checksum(into(), part);
+    if (part.whole) return source.wire->checksum(into(), nullptr);
+    uint64_t sum = 0;
+    source.wire->run([&] { sum = part_checksum(into(), part); }, nullptr);
+    return sum;
+  }
 
   const WeightLinkOptions options;
   const WeightView weights;
   at::Tensor second;  // undefined: no room
   LinkCancel cancel;
   std::string link;
-  int64_t rank = 0;
-  std::unique_ptr<LinkStore> store;
-  std::unique_ptr<LinkPair> pair;
-  std::unique_ptr<WeightWire> wire;
-  int64_t transfers = 0;       // over pair
-  bool begun = false;          // in this transfer the sender has said something
-  bool fresh = false;          // the second buffer has what apply() would copy
-  double applied_in = 0;       // seconds, on the CPU
-  TimeMark applying, applied;  // on CUDA: apply() began, and has read the second buffer
+  std::vector<int64_t> order;         // of receipt
+  int64_t rank = 0;                   // of the source that something is done with
+  std::unique_ptr<LinkStore> store;   // while sources are connected
+  std::map<int64_t, Source> sources;  // by rank
+  bool fresh = false;                 // the second buffer has what apply() would copy
+  double applied_in = 0;              // seconds, on the CPU
+  TimeMark applying, applied;         // on CUDA: apply() began, and has read the second buffer
   std::atomic<bool> torn{false};
   WeightTransfer last;
 };
@@ -146,7 +387,7 @@ WeightReceiver::WeightReceiver(const WeightLinkOptions& options, const WeightVie
   if (!options.second_buffer) return;
   const at::NoGradGuard no_grad;
   try {
-    impl_->second = at::empty_like(weights.flat);
+    impl_->second = at::zeros_like(weights.flat);  // parts leave out what is between parameters
   } catch (const c10::OutOfMemoryError&) {
     log_warn("weights", "there is no memory for a second copy of the weights (" +
                             format_bytes(static_cast<uint64_t>(weights.flat.nbytes())) +
@@ -159,16 +400,20 @@ WeightReceiver::~WeightReceiver() { impl_->drop(); }
 bool WeightReceiver::needs_stop() const { return !impl_->second.defined(); }
 
 int64_t WeightReceiver::fetch(const std::string& link, int64_t actor_rank) {
+  return fetch(link, std::vector<WeightPart>{{.actor_rank = actor_rank}});
+}
+
+int64_t WeightReceiver::fetch(const std::string& link, const std::vector<WeightPart>& parts) {
   check_link_name(link);
+  TRIREME_CHECK(!parts.empty(), "weights come from somebody");
   const auto prefixed = [&](ErrorKind kind, const std::string& what) {
     impl_->drop();
-    return Error(kind, "weights from rank " + std::to_string(actor_rank) + " to engine " +
+    return Error(kind, "weights from rank " + std::to_string(impl_->rank) + " to engine " +
                            std::to_string(impl_->options.engine) + " over '" + link +
                            "': " + failure_of_transfer(impl_->options.transport, what));
   };
-  if (impl_->link != link || impl_->rank != actor_rank) impl_->drop();
-  impl_->link = link;
-  impl_->rank = actor_rank;
+  impl_->rank = parts.front().actor_rank;
+  impl_->expect_parts(link, parts);
   try {
     return impl_->fetch(Deadline::after(impl_->options.deadline));
   } catch (const Error& error) {

@@ -1,4 +1,4 @@
-#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -34,6 +34,7 @@ class Published final {
   void publish(int64_t version, TimeMark whole) {
     const std::lock_guard<std::mutex> lock(mutex_);
     version_ = version;
+    newest_ = std::max(newest_, version);
     whole_ = std::move(whole);
     changed_.notify_all();
   }
@@ -50,12 +51,18 @@ class Published final {
   // While one is there nobody writes the weights.
   class Reading final {
    public:
-    Reading(Published& published, const Deadline& deadline, const LinkCancel& cancel) : published_(published) {
+    // Of the newest weights, or, from 0 on, of those of version `wanted`, unless these have been written over.
+    Reading(Published& published, int64_t wanted, const Deadline& deadline, const LinkCancel& cancel)
+        : published_(published) {
       std::unique_lock<std::mutex> lock(published.mutex_);
-      published.changed_.wait_until(lock, deadline.at(),
-                                    [&] { return published.version_.has_value() || cancel.cancelled(); });
+      const auto there = [&] { return published.version_ && (wanted < 0 || *published.version_ == wanted); };
+      const auto passed = [&] { return wanted >= 0 && published.newest_ >= wanted && !there(); };
+      published.changed_.wait_until(lock, deadline.at(), [&] { return there() || passed() || cancel.cancelled(); });
       cancel.check();
-      if (!published.version_) fail_timeout("no weights were published until the deadline");
+      gone = passed();
+      ended_ = gone;
+      if (gone) return;
+      if (!there()) fail_timeout("no weights were published until the deadline");
       version = *published.version_;
       whole = published.whole_;
       ++published.readers_;
@@ -70,7 +77,8 @@ class Published final {
       published_.changed_.notify_all();
     }
     int64_t version = -1;
-    TimeMark whole;  // on CUDA: when they were written
+    bool gone = false;  // what was wanted; nothing is read
+    TimeMark whole;     // on CUDA: when they were written
 
    private:
     Published& published_;
@@ -81,6 +89,7 @@ class Published final {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<int64_t> version_;
+  int64_t newest_ = -1;  // that there ever was
   TimeMark whole_;
   int readers_ = 0;
 };
@@ -88,9 +97,14 @@ class Published final {
 // One engine's: a thread, and the connection that it has now.
 class EngineLink final {
  public:
-  EngineLink(const WeightLinkOptions& options, const WeightView& weights, Published& published, int64_t engine,
-             std::string link)
-      : options_(options), weights_(weights), published_(published), engine_(engine), link_(std::move(link)) {
+  EngineLink(const WeightLinkOptions& options, const WeightView& weights, const WeightRoutes& routes,
+             Published& published, int64_t engine, std::string link)
+      : options_(options),
+        weights_(weights),
+        routes_(routes),
+        published_(published),
+        engine_(engine),
+        link_(std::move(link)) {
     thread_ = std::thread([this] { run(); });
   }
   ~EngineLink() {
@@ -150,20 +164,23 @@ class EngineLink final {
            " over '" + link_ + "'";
   }
   std::string peer() const { return "engine " + std::to_string(engine_); }
+  std::string key(const std::string& what) const { return link_key(link_, options_.actor_rank, what); }
 
   void drop() {
     wire_.reset();
+    packed_.reset();  // which its device has left
     pair_.reset();
   }
 
   // The engine counts its connections. Where it has made a new one, or the old one breaks before it says that it is
   // ready, that one is taken.
   void answer(const Deadline& deadline) {
+    if (!part_) part_ = routes_.sent ? routes_.sent(engine_) : WeightPart{.actor_rank = options_.actor_rank};
     if (!store_) {
       store_ = std::make_unique<LinkStore>(options_.store_address, options_.store_port, options_.attempt,
                                            deadline.remaining());
     }
-    if (pair_ && store_->add(link_key(link_, "connections"), 0) == connection_) {
+    if (pair_ && store_->add(key("connections"), 0) == connection_) {
       try {
         return transfer(deadline);
       } catch (const Error&) {
@@ -179,10 +196,10 @@ class EngineLink final {
   // yet is offered again by the next answer.
   void connect(const Deadline& deadline) {
     const std::string missing = peer() + " did not come to the link";
-    (void)store_->get(link_key(link_, std::to_string(connection_ + 1)), deadline, cancel_, missing);
+    (void)store_->get(key(std::to_string(connection_ + 1)), deadline, cancel_, missing);
     for (int64_t offered = 0;;) {
-      const int64_t newest = store_->add(link_key(link_, "connections"), 0);
-      const std::string name = link_key(link_, std::to_string(newest));
+      const int64_t newest = store_->add(key("connections"), 0);
+      const std::string name = key(std::to_string(newest));
       if (offered != newest) store_->set(name + "/offered", "1");
       offered = newest;
       if (store_->poll(name + "/taken", std::min(kLookForConnections, deadline.remaining()))) {
@@ -200,43 +217,68 @@ class EngineLink final {
     return transfers_ == 0 || (options_.verify_weights_period > 0 && transfers_ % options_.verify_weights_period == 0);
   }
 
-  // Weights are kept from being written no longer than an engine that is ready for them takes.
+  // Weights are kept from being written no longer than an engine that is ready for them takes. One with several sources
+  // may ask for a version, be told that it is gone, or let the weights be, and asks again.
   void transfer(const Deadline& deadline) {
-    const WeightMessage engine = receive_message(*pair_, deadline);
-    expect(engine, WeightMessage::kReady);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      cancel_.check();
-      ready_ = true;
+    for (;;) {
+      const WeightMessage engine = receive_message(*pair_, deadline);
+      expect(engine, WeightMessage::kReady);
+      set_ready(true);
+      if (std::isfinite(engine.stall_seconds)) note(stall_, engine.stall_seconds);
+      WeightMessage message = message_about(weights_, *part_, WeightMessage::kHeader, -1);
+      if (const std::string why = misfit(message, engine); !why.empty()) {
+        send_message(*pair_, message, deadline);  // from which the engine sees the same
+        throw Error(ErrorKind::kUnavailable, why);
+      }
+      if (weights_.flat.is_cuda() && !wire_) make_wire(message, deadline);
+      Published::Reading reading(published_, engine.version, deadline, cancel_);
+      if (offer(message, engine, reading, deadline)) return send(message, reading, deadline);
+      reading.end();
+      set_ready(false);  // what comes now may be another question
     }
-    if (std::isfinite(engine.stall_seconds)) note(stall_, engine.stall_seconds);
-    WeightMessage message = message_about(weights_, WeightMessage::kHeader, -1);
-    if (const std::string why = misfit(message, engine); !why.empty()) {
-      send_message(*pair_, message, deadline);  // from which the engine sees the same
-      throw Error(ErrorKind::kUnavailable, why);
+  }
+
+  // Says which weights there are, and keeps them for an engine that has others to read first. Whether they are to be
+  // sent.
+  bool offer(WeightMessage& message, const WeightMessage& engine, const Published::Reading& reading,
+             const Deadline& deadline) {
+    message.kind = reading.gone ? WeightMessage::kGone : WeightMessage::kHeader;
+    message.version = reading.version;
+    message.verify = verifies() ? 1 : 0;
+    send_message(*pair_, message, deadline);
+    if (reading.gone || engine.pins == 0) return !reading.gone;
+    for (;;) {
+      const WeightMessage said =
+          receive_message(*pair_, Deadline(std::min(deadline.at(), SteadyClock::now() + options_.silence)));
+      if (said.kind == WeightMessage::kAlive) continue;
+      if (said.kind == WeightMessage::kRelease) return false;
+      expect(said, WeightMessage::kGo);
+      return true;
     }
-    if (weights_.flat.is_cuda() && !wire_) make_wire(message, deadline);
-    Published::Reading reading(published_, deadline, cancel_);
+  }
+
+  void set_ready(bool ready) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    cancel_.check();
+    ready_ = ready;
+  }
+
+  void send(WeightMessage& message, Published::Reading& reading, const Deadline& deadline) {
     try {
-      send(message, reading, deadline);
+      send_bytes(message, reading, deadline);
     } catch (...) {
       wire_.reset();  // the device has left the weights before `reading` ends
       throw;
     }
   }
 
-  void send(WeightMessage& message, Published::Reading& reading, const Deadline& deadline) {
-    message.kind = WeightMessage::kHeader;
-    message.version = reading.version;
-    message.verify = verifies() ? 1 : 0;
-    send_message(*pair_, message, deadline);
+  void send_bytes(WeightMessage& message, Published::Reading& reading, const Deadline& deadline) {
     const Stopwatch watch;
     message.kind = WeightMessage::kTrailer;
     if (wire_) {
       send_from_device(message, reading, deadline);
     } else {
-      pair_->send(weights_.flat, deadline, options_.on_bytes);
-      if (message.verify != 0) message.checksum = weight_checksum(weights_.flat);
+      send_from_host(message, deadline);
       reading.end();
       send_message(*pair_, message, deadline);
     }
@@ -247,6 +289,35 @@ class EngineLink final {
     if (receipt.accepted == 0) throw Error(ErrorKind::kUnavailable, mismatch(message.checksum, receipt.checksum));
     ++transfers_;
     note(transfer_, watch.seconds());
+  }
+
+  uint64_t checksum() const {
+    return part_->whole ? weight_checksum(weights_.flat) : part_checksum(weights_.flat, *part_);
+  }
+
+  void send_from_host(WeightMessage& trailer, const Deadline& deadline) {
+    if (part_->whole) {
+      pair_->send(weights_.flat, deadline, options_.on_bytes);
+    } else {
+      int64_t sent = 0;
+      for (const WeightChunk& chunk : chunks_of(*part_, kChunkBytes / weights_.flat.element_size())) {
+        const at::Tensor bytes = chunk.contiguous() ? in_place(chunk) : packed(chunk);
+        if (!chunk.contiguous()) gather_chunk(weights_.flat, chunk, bytes);
+        pair_->send(bytes, deadline);
+        sent += static_cast<int64_t>(bytes.nbytes());
+        if (options_.on_bytes) options_.on_bytes(sent);
+      }
+    }
+    if (trailer.verify != 0) trailer.checksum = checksum();
+  }
+
+  at::Tensor in_place(const WeightChunk& chunk) const {
+    return weights_.flat.narrow(0, chunk.stretches.front().offset, chunk.elements);
+  }
+  // Memory for a chunk that lies in several stretches: of the wire's stream where there is one.
+  at::Tensor packed(const WeightChunk& chunk) {
+    if (!packed_.defined()) packed_ = at::empty({kChunkBytes / weights_.flat.element_size()}, weights_.flat.options());
+    return packed_.narrow(0, 0, chunk.elements);
   }
 
   void make_wire(WeightMessage& message, const Deadline& deadline) {
@@ -260,8 +331,21 @@ class EngineLink final {
   // The trailer goes ahead of the bytes' end, so that what is waited for is the receipt: a connection that ends, as
   // that of an engine that dies, is seen there at once, on a device not before the deadline.
   void send_from_device(WeightMessage& trailer, const Published::Reading& reading, const Deadline& deadline) {
-    if (trailer.verify != 0) trailer.checksum = wire_->checksum(weights_.flat, reading.whole);
-    wire_->send(weights_.flat, reading.whole);
+    if (trailer.verify != 0) wire_->run([&] { trailer.checksum = checksum(); }, reading.whole);
+    if (part_->whole) {
+      wire_->send(weights_.flat, reading.whole);
+    } else {
+      // Each chunk's memory is written again when the stream has left it.
+      for (const WeightChunk& chunk : chunks_of(*part_, kChunkBytes / weights_.flat.element_size())) {
+        if (chunk.contiguous()) {
+          wire_->send(in_place(chunk), reading.whole);
+        } else {
+          wire_->run([&] { gather_chunk(weights_.flat, chunk, packed(chunk)); }, reading.whole);
+          wire_->send(packed(chunk), nullptr);
+        }
+        wire_->settle(deadline, cancel_);
+      }
+    }
     send_message(*pair_, trailer, deadline);
   }
 
@@ -278,6 +362,7 @@ class EngineLink final {
 
   const WeightLinkOptions& options_;
   const WeightView& weights_;
+  const WeightRoutes& routes_;
   Published& published_;
   const int64_t engine_;
   const std::string link_;
@@ -291,8 +376,10 @@ class EngineLink final {
   std::atomic<double> transfer_{0}, stall_{0};
 
   // Of the thread.
+  std::optional<WeightPart> part_;  // made by the first question
   std::unique_ptr<LinkStore> store_;
   std::unique_ptr<LinkPair> pair_;
+  at::Tensor packed_;
   std::unique_ptr<WeightWire> wire_;
   int64_t connection_ = 0;  // the engine's number of pair_, or of the last one that it took
   int64_t transfers_ = 0;   // over pair_
@@ -302,9 +389,10 @@ class EngineLink final {
 }  // namespace
 
 struct WeightSender::Impl {
-  Impl(const WeightLinkOptions& of, const WeightView& view)
+  Impl(const WeightLinkOptions& of, const WeightView& view, WeightRoutes by)
       : options(of),
         weights(view),
+        routes(std::move(by)),
         requests(of.store_address, of.store_port, of.attempt, of.deadline),
         asking(of.store_address, of.store_port, of.attempt, of.deadline) {
     next = requests.add(requests_key(options.actor_rank, "taken"), 0) + 1;
@@ -344,12 +432,13 @@ struct WeightSender::Impl {
     const std::lock_guard<std::mutex> lock(mutex);
     std::unique_ptr<EngineLink>& known = links[*engine];
     if (!known || known->link() != link)
-      known = std::make_unique<EngineLink>(options, weights, published, *engine, link);
+      known = std::make_unique<EngineLink>(options, weights, routes, published, *engine, link);
     known->ask();
   }
 
   const WeightLinkOptions options;
   const WeightView weights;
+  const WeightRoutes routes;
   Published published;
   LinkStore requests;
   std::mutex asking_mutex;
@@ -361,11 +450,11 @@ struct WeightSender::Impl {
   std::thread listener;
 };
 
-WeightSender::WeightSender(const WeightLinkOptions& options, const WeightView& weights) {
+WeightSender::WeightSender(const WeightLinkOptions& options, const WeightView& weights, WeightRoutes routes) {
   TRIREME_CHECK(options.actor_ranks > 0 && options.actor_rank >= 0 && options.actor_rank < options.actor_ranks,
                 "a sender is one of the actor's ranks");
   TRIREME_CHECK(weights.flat.is_contiguous() && weights.flat.numel() > 0, "flat weights are contiguous");
-  impl_ = std::make_unique<Impl>(options, weights);
+  impl_ = std::make_unique<Impl>(options, weights, std::move(routes));
 }
 
 WeightSender::~WeightSender() = default;
@@ -384,10 +473,13 @@ double WeightSender::retract() {
 void WeightSender::serve(int64_t engine, const std::string& link) {
   check_link_name(link);
   TRIREME_CHECK(engine >= 0, "engines count from 0");
-  const int64_t rank = engine % impl_->options.actor_ranks;
+  const std::vector<int64_t> ranks =
+      impl_->routes.sources ? impl_->routes.sources(engine) : std::vector<int64_t>{engine % impl_->options.actor_ranks};
   const std::lock_guard<std::mutex> lock(impl_->asking_mutex);
-  const int64_t number = impl_->asking.add(requests_key(rank, "asked"), 1);
-  impl_->asking.set(requests_key(rank, "request-" + std::to_string(number)), std::to_string(engine) + " " + link);
+  for (const int64_t rank : ranks) {
+    const int64_t number = impl_->asking.add(requests_key(rank, "asked"), 1);
+    impl_->asking.set(requests_key(rank, "request-" + std::to_string(number)), std::to_string(engine) + " " + link);
+  }
 }
 
 double WeightSender::take_transfer_seconds() {

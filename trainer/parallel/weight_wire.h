@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -30,6 +31,10 @@ class WeightWire final {
   // nor freed before done().
   void send(const at::Tensor& tensor, const TimeMark& after);
   void receive(at::Tensor tensor, const TimeMark& after);
+  // What `queue` launches, on the own stream, behind `after` and what was queued before.
+  void run(const std::function<void()>& queue, const TimeMark& after);
+  // Until what was queued lies in the stream, so that more may be. It need not be done.
+  void settle(const Deadline& deadline, const LinkCancel& cancel);
   // Until what was queued is done.
   void wait(const Deadline& deadline, const LinkCancel& cancel);
   // weight_checksum on the own stream, behind `after` and what was queued; waits for it.

@@ -71,7 +71,7 @@ JoinReply Desk::join(const JoinRequest& request, Time now) {
   int64_t number = known != numbers_.end() ? known->second : kNoEngine;
   if (number != kNoEngine && engines_.count(number) > 0 && engines_.at(number).session != request.session)
     lose(number, "another process has its name now");
-  // The smallest that nobody has: which actor rank sends it weights follows from it.
+  // The smallest that nobody has: which actor ranks send it weights follows from it.
   for (int64_t i = 0; number == kNoEngine; ++i) {
     if (engines_.count(i) == 0) number = i;
   }
@@ -340,7 +340,7 @@ WeightsReply Desk::weights(const WeightsRequest& request, Time now) {
   }
   if (request.wait_ms < 0 || !published_ || ledger_.newest_version() <= request.after) return reply;
   reply.version = ledger_.newest_version();
-  reply.actor_rank = request.caller.engine % options_.actor_ranks;
+  reply.engine = request.caller.engine;
   reply.link = engine->link;
   return reply;
 }

@@ -37,8 +37,7 @@ struct DeskOptions {
   int64_t first_step = 1;
   int64_t first_group = 0;
   uint64_t first_sample_id = 0;  // of the first group; the next ones follow
-  int64_t actor_ranks = 1;
-  bool in_flight = false;  // engines take new weights between two steps
+  bool in_flight = false;        // engines take new weights between two steps
   Milliseconds silence{10000};
   Milliseconds lease{120000};
   int64_t max_lost = 0;    // engines lost in a row with samples in hand that end the run; 0: any number

@@ -256,7 +256,7 @@ GroupsReply parse_groups_reply(std::string_view body) {
 
 std::string to_body(const WeightsReply& reply) {
   return dump({{"version", reply.version},
-               {"actor_rank", reply.actor_rank},
+               {"engine", reply.engine},
                {"link", reply.link},
                {"known", reply.known},
                {"over", reply.over}});
@@ -264,7 +264,7 @@ std::string to_body(const WeightsReply& reply) {
 
 WeightsReply parse_weights_reply(std::string_view body) {
   const Json json = parse_object(body, kMaxWireHead, "the answer about weights");
-  return {number(json, "version", -1, kMost), number(json, "actor_rank", 0, kMost), text(json, "link", kMaxWord),
+  return {number(json, "version", -1, kMost), number(json, "engine", 0, kMost), text(json, "link", kMaxWord),
           flag(json, "known"), flag(json, "over")};
 }
 

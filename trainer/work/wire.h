@@ -96,10 +96,10 @@ struct WeightsRequest {
   bool operator==(const WeightsRequest&) const = default;
 };
 struct WeightsReply {
-  int64_t version = -1;    // that there is, newer than `after`; -1: none. The transfer may bring a newer one
-  int64_t actor_rank = 0;  // that sends them
-  std::string link;        // WeightReceiver::fetch
-  bool known = true;       // as LeaseReply
+  int64_t version = -1;  // that there is, newer than `after`; -1: none. The transfer may bring a newer one
+  int64_t engine = 0;    // whose they are: which ranks send them follows from its number
+  std::string link;      // WeightReceiver::fetch
+  bool known = true;     // as LeaseReply
   bool over = false;
   bool operator==(const WeightsReply&) const = default;
 };

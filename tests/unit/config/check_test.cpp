@@ -342,14 +342,25 @@ TEST(ConfigCheck, GenerationElsewhere) {
               HasSubstr("since older weights draw tokens"));
   EXPECT_THAT(with({"policy.generation.colocated.resources.gpus_per_node=1"}),
               HasSubstr("leave no device to train on"));
-  EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
-                       "policy.megatron_cfg.tensor_model_parallel_size=2"}),
-              HasSubstr("generation on devices of its own from a policy of tensor parallel size 2 is not supported"));
+  for (const char* size : {"tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "context_parallel_size=2",
+                           "expert_model_parallel_size=2"}) {
+    EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
+                       std::string("policy.megatron_cfg.") + size, "policy.generation.tensor_parallel_size=1"}),
+              "")
+        << "each rank of training sends its part: " << size;
+  }
+  EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true",
+                     "policy.dtensor_cfg.tensor_parallel_size=2"}),
+            "");
+  EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "cluster.device=cpu", "policy.megatron_cfg.enabled=true",
+                       "policy.megatron_cfg.expert_tensor_parallel_size=2"}),
+              HasSubstr("from a policy of expert tensor parallel size 2 is not supported"));
+  EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "policy.generation.tensor_parallel_size=2"}),
+              HasSubstr("by engines of several devices is not supported"));
+  EXPECT_THAT(with({"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
+                    "policy.megatron_cfg.pipeline_model_parallel_size=2", "policy.generation.fold_pipeline=true"}),
+              HasSubstr("engines have no stages"));
   EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true"}), "") << "weights that ranks share";
-  EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
-                     "policy.megatron_cfg.context_parallel_size=2"}),
-            "")
-      << "context parallel ranks have all weights each";
   // Of one node its devices are shared out, whatever num_nodes says (as NeMo-RL's recipes write it).
   EXPECT_EQ(world_size(load_config_text("", {"cluster.gpus_per_node=4", "policy.generation.colocated.enabled=false",
                                              "policy.generation.colocated.resources.gpus_per_node=3",

@@ -40,13 +40,15 @@ TEST(WeightView, AnotherModelOrOrderIsAnotherLayout) {
   EXPECT_NE(layout_of(mixture, /*freeze_router=*/false), layout_of(mixture));
 }
 
-TEST(WeightView, APartOfAModelIsRefusedByItsSize) {
+TEST(WeightView, APartOfAModelHasALayoutOfItsOwn) {
   const ModelConfig config = test::tiny_config();
+  const uint64_t whole = weight_view(Model(config, {})).layout;
   test::on_layout({.tp = 2}, [&](ParallelContext& context) {
     ModelOptions options;
     set_split(options, config.shape(), context);
     const Model model(config, options);
-    EXPECT_MENTIONS(test::user_error_of([&] { (void)weight_view(model); }), "tp=2");
+    EXPECT_NE(weight_view(model).layout, whole);
+    EXPECT_EQ(weight_view(model).flat.data_ptr(), model.flat_parameters().data_ptr());
   });
 }
 

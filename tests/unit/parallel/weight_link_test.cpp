@@ -430,14 +430,5 @@ TEST(WeightChecksum, TellsWhatChangedAndIsTheSameByAReduction) {
   EXPECT_NE(weight_checksum(words), weight_checksum(words.flip(0).contiguous()));  // places count
 }
 
-TEST(WeightSource, IsEngineModActorsOfWholeModels) {
-  const Layout actors{.cp = 2, .dp = 3};
-  for (int64_t engine = 0; engine < 13; ++engine) EXPECT_EQ(weight_source(actors, Layout{}, engine), engine % 6);
-  EXPECT_MENTIONS(test::user_error_of([] { weight_source(Layout{.tp = 2}, Layout{}, 0); }), "tp=2");
-  EXPECT_MENTIONS(test::user_error_of([] { weight_source(Layout{.pp = 2}, Layout{}, 0); }), "pp=2");
-  EXPECT_MENTIONS(test::user_error_of([] { weight_source(Layout{.ep = 2, .dp = 2}, Layout{}, 0); }), "ep=2");
-  EXPECT_MENTIONS(test::user_error_of([] { weight_source(Layout{}, Layout{.tp = 4}, 0); }), "tp=4");
-}
-
 }  // namespace
 }  // namespace trireme

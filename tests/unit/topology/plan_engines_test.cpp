@@ -138,6 +138,32 @@ TEST(PlanEngines, ARankSendsToAllOfItsEnginesAtOnce) {
   EXPECT_NEAR(plan_of(work, devices).engines->transfer, 5, 1e-9);
 }
 
+// The ranks of a copy send a part each, at the same time to different engines; an engine takes one after the other.
+TEST(PlanEngines, RanksThatShareAPolicySendTheirPartsOfIt) {
+  Workload work = two_responses();
+  const auto transfer = [&](int64_t engines, const Layout& layout) {
+    work.engines = engines;
+    return plan_of(work, one_second_a_step(0, 1), layout).engines->transfer;
+  };
+  EXPECT_NEAR(transfer(1, {.pp = 2}), 1, 1e-9);
+  EXPECT_NEAR(transfer(2, {.pp = 2}), 1, 1e-9);
+  EXPECT_NEAR(transfer(4, {.pp = 2}), 2, 1e-9);
+  EXPECT_NEAR(transfer(4, {.dp = 2, .pp = 2}), 1, 1e-9);
+  EXPECT_NEAR(transfer(4, {.tp = 4}), 1, 1e-9);
+}
+
+TEST(PlanEngines, OfTensorRanksAllSamplesHaveAPass) {
+  Workload work = small_work();
+  work.engines = 1;
+  const auto time_of = [&](const Layout& layout) { return plan_of(work, devices_of(80 * kGiB), layout).time; };
+  EXPECT_EQ(time_of({.dp = 2}).previous, 0);
+  EXPECT_EQ(time_of({.pp = 2}).previous, 0);
+  const PlannedTime split = time_of({.tp = 2});
+  EXPECT_NEAR(split.previous, split.reference, 1e-12);  // the same pass, by another model
+  EXPECT_GT(split.previous, 0);
+  EXPECT_EQ(split.older, 0);
+}
+
 TEST(PlanEngines, WithExactVersionsTheLongerOfBothCounts) {
   Workload work = two_responses();
   work.engines = 1;

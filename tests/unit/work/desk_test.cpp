@@ -30,7 +30,6 @@ WorkPrompt prompt_of(int64_t group) {
 DeskOptions options_of(const LedgerOptions& ledger) {
   DeskOptions options;
   options.ledger = ledger;
-  options.actor_ranks = 2;
   options.silence = Milliseconds(1000);
   options.lease = Milliseconds(5000);
   options.vocabulary = 100;
@@ -124,7 +123,7 @@ TEST(Desk, EnginesShareEvenlyAndBringSamplesOnce) {
   EXPECT_EQ(of_link.version, 1);
   ask.caller = b.caller;
   const WeightsReply other = desk.weights(ask, at(3));
-  EXPECT_EQ(other.actor_rank, 1) << "engine mod actor ranks";
+  EXPECT_EQ(other.engine, 1) << "from which its sources follow";
   EXPECT_NE(other.link, of_link.link);
   EXPECT_EQ(desk.behind(), (std::vector<std::string>{"a", "b"}));
   LeaseRequest waiting;

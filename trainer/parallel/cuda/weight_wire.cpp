@@ -153,6 +153,18 @@ void WeightWire::receive(at::Tensor tensor, const TimeMark& after) {
       "a receive");
 }
 
+void WeightWire::run(const std::function<void()>& queue, const TimeMark& after) {
+  const c10::cuda::CUDAGuard guard(impl_->device);
+  const c10::cuda::CUDAStreamGuard stream(impl_->stream);
+  impl_->begin(after);
+  queue();
+}
+
+void WeightWire::settle(const Deadline& deadline, const LinkCancel& cancel) {
+  const c10::cuda::CUDAGuard guard(impl_->device);
+  impl_->settle(deadline, cancel, "bytes between two devices");
+}
+
 // A call that does not block may still be at work when it returns: what it queues is behind no event before.
 void WeightWire::wait(const Deadline& deadline, const LinkCancel& cancel) {
   if (!impl_->queued) return;

@@ -13,6 +13,8 @@ WeightWire::WeightWire(at::Device, int, const std::string&, const Deadline&, con
 WeightWire::~WeightWire() = default;
 void WeightWire::send(const at::Tensor&, const TimeMark&) { fail_internal("this build has no CUDA"); }
 void WeightWire::receive(at::Tensor, const TimeMark&) { fail_internal("this build has no CUDA"); }
+void WeightWire::run(const std::function<void()>&, const TimeMark&) { fail_internal("this build has no CUDA"); }
+void WeightWire::settle(const Deadline&, const LinkCancel&) { fail_internal("this build has no CUDA"); }
 void WeightWire::wait(const Deadline&, const LinkCancel&) { fail_internal("this build has no CUDA"); }
 uint64_t WeightWire::checksum(const at::Tensor&, const TimeMark&) { fail_internal("this build has no CUDA"); }
 
