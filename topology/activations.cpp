@@ -11,7 +11,8 @@ constexpr int64_t kLogitsBytes = int64_t{512} << 20;  // of a chunk
 
 }  // namespace
 
-ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes, int64_t gradient_bytes) {
+ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes, int64_t gradient_bytes,
+                                 double gathered_keys) {
   const int64_t element = element_bytes;
   // Of a layer with experts: what its MLPs are as wide as for a token together, and the rows that are sent to them.
   const bool mixture = shape.experts > 0;
@@ -21,7 +22,10 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes,
   const int64_t gathered = shape.tp > 1 ? shape.hidden : 0;         // a product's input, again
   const int64_t q = shape.query_width(), kv = shape.key_width();
   // Attention keeps q, k, v and its result; with head norms v is a part of qkv, which is kept for them.
-  const int64_t attention = shape.qk_norm ? 3 * q + 3 * kv : 2 * q + 2 * kv;
+  // Gathered keys and values are kept behind a copy of the rank's own; then v is no part of qkv.
+  const int64_t gathered_kv = std::llround(2 * gathered_keys * static_cast<double>(kv));
+  const int64_t copied = shape.qk_norm && gathered_keys > 0 ? kv : 0;
+  const int64_t attention = (shape.qk_norm ? 3 * q + 3 * kv : 2 * q + 2 * kv) + gathered_kv + copied;
   const int64_t log_sums = 4 * shape.heads;
   ActivationBytes bytes;
   // Of experts the activation's result is always computed again; gate, up and routes are kept. Ranks that share experts
@@ -36,8 +40,9 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes,
   bytes.experts = element * (2 * hidden + attention + std::max(received, 2 * shape.intermediate)) + log_sums + routes;
   bytes.input = element * hidden;
   // Attention's backward has the gradients of its result and of q, k and v, the latter again as one, and two sums of
-  // each row. Where inputs are gathered so are the gradients of what is summed over the tensor ranks.
-  const int64_t in_attention = element * (3 * q + 4 * kv + 2 * gathered) + 8 * shape.heads;
+  // each row. Where inputs are gathered so are the gradients of what is summed over the tensor ranks. Gathered keys and
+  // values are there in the order of the chains, with gradients.
+  const int64_t in_attention = element * (3 * q + 4 * kv + 2 * gathered + 2 * gathered_kv) + 8 * shape.heads;
   // Rows of all choices: their inputs, the gradients of their results and of their inputs.
   const int64_t in_mlp = element * (2 * shape.hidden + 4 * wide + gathered + 3 * chosen * shape.hidden) + 24 * chosen;
   bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);

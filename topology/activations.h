@@ -23,7 +23,10 @@ struct ActivationBytes {
   // float32 in its buffer; where the head is.
   int64_t fixed = 0;
 };
-ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes, int64_t gradient_bytes = 2);
+// `gathered_keys`: rows whose keys and values a context parallel rank has from all of them, for each row that it
+// computes; its layers keep these beside their own.
+ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes, int64_t gradient_bytes = 2,
+                                 double gathered_keys = 0);
 
 // Layers of the rank (of one piece of it, where it has several) by what they keep; those that keep less come first.
 struct KeptLayers {

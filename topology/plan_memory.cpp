@@ -85,8 +85,7 @@ int64_t exchange_bytes(const Case& c, int64_t stage, const LocalShape& local) {
     if (units) bytes += (table + layer) * c.options.gradient_bytes;
     if (shards(c, StateSharding::kWeights)) bytes += (table + 2 * layer) * element;
   }
-  if (c.layout.tp > 1) bytes += rows * local.hidden * element;                         // parts of a sum
-  if (c.layout.cp > 1) bytes += rows * c.layout.cp * 4 * local.key_width() * element;  // keys, values, their gradients
+  if (c.layout.tp > 1) bytes += rows * local.hidden * element;  // parts of a sum
   if (c.layout.pp > 1) bytes += kLinkRows * up(rows, local.tp) * local.hidden * element;
   const ExpertRows sent = expert_rows(c);  // both ways, of values and of gradients
   bytes += bytes_of(2 * (sent.out + sent.back) * real(rows * local.hidden * element));
@@ -125,9 +124,10 @@ int64_t room_for_rows(const Case& c, const StageMemory& s, int64_t memory) {
 StageMemory stage_memory(const Case& c, const Case& g, int64_t stage, const PipelineTable& table, int64_t memory) {
   StageMemory s;
   const LocalShape local = shape_of(c, stage);
-  s.bytes = activation_bytes(local, c.options.element_bytes, c.options.gradient_bytes);
   s.layers = local.layers / c.pieces();
   s.rows = training_rows(c);
+  const bool cut = c.layout.cp > 1 && c.work.longest > s.rows;
+  s.bytes = activation_bytes(local, c.options.element_bytes, c.options.gradient_bytes, cut ? real(c.layout.cp) : 0);
   s.in_flight = std::max<int64_t>(1, table.most_in_flight.at(static_cast<size_t>(stage)));
   add_state(c, g, stage, s.training, s.generation);
   s.training.exchange = exchange_bytes(c, stage, local);

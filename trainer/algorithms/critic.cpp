@@ -93,7 +93,8 @@ std::vector<CriticTrainer::OptimizerBatch> CriticTrainer::prepare_steps(const st
   const MicroBatchOptions options = training_micro_batches(config_);
   const Communicator& ranks = context_.group(Axis::kDp);
   std::vector<OptimizerBatch> steps;
-  int64_t most_rows = 0, most_batches = 0;
+  OwnRows most_rows;
+  int64_t most_batches = 0;
   for (int64_t begin = 0; begin < total; begin += size) {
     Members members;
     for (int64_t i = begin; i < std::min(total, begin + size); ++i) members.push_back(i);
@@ -106,7 +107,7 @@ std::vector<CriticTrainer::OptimizerBatch> CriticTrainer::prepare_steps(const st
       batch.old_values = of_tokens(samples, own, &Sample::values);
       batch.returns = of_tokens(samples, own, &Sample::returns);
       batch.mask = loss_mask(samples, own);
-      most_rows = std::max(most_rows, batch.micro_batch.input.tokens());
+      most_rows = at_most(most_rows, own_rows(critic_, batch.micro_batch.input));
       step.push_back(std::move(batch));
     }
     most_batches = std::max(most_batches, static_cast<int64_t>(step.size()));

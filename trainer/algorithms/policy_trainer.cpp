@@ -209,7 +209,8 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
   const int64_t size = config_.policy.train_global_batch_size;
   std::vector<std::vector<Members>> members;  // of each micro-batch of each step
   std::vector<OptimizerBatch> steps;
-  int64_t most_rows = 0, most_batches = 0;
+  OwnRows most_rows;
+  int64_t most_batches = 0;
   for (int64_t begin = 0; begin < total; begin += size) {
     const int64_t end = std::min(total, begin + size);
     for (int64_t i = begin; i < end; ++i) {
@@ -221,7 +222,7 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
     for (const Members& of_batch : members.back()) {
       step.push_back(make_training_batch(samples, of_batch, config_.policy.sequence_packing.share_prompts,
                                          loss_.positive_example_nll_weight != 0));
-      most_rows = std::max(most_rows, step.back().micro_batch.input.tokens());
+      most_rows = at_most(most_rows, own_rows(policy_, step.back().micro_batch.input));
     }
     most_batches = std::max(most_batches, static_cast<int64_t>(step.size()));
   }

@@ -8,16 +8,18 @@
 #include "trainer/rollout/step_runner.h"
 
 namespace trireme {
-KeptActivations kept_activations(const ModelSplit& split, int64_t tokens, int64_t micro_batches) {
+KeptActivations kept_activations(const ModelSplit& split, const OwnRows& most, int64_t micro_batches) {
   const auto pieces = static_cast<int64_t>(split.layers.size());
   const PipelineTable table = training_passes(split.pp, pieces, micro_batches);
   const int64_t in_flight = table.most_in_flight.at(static_cast<size_t>(split.stage));
-  return {tokens, pieces, std::max<int64_t>(1, in_flight)};
+  return {most.rows, most.shared, pieces, std::max<int64_t>(1, in_flight)};
 }
 
 Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const KeptActivations& at_once,
                         int64_t free_bytes, int64_t* needed, int64_t gradient_bytes) {
-  const FittedLayers fitted = fit_layers(activation_bytes(shape, element_bytes, gradient_bytes),
+  const double gathered =
+      at_once.tokens > 0 ? static_cast<double>(at_once.shared) / static_cast<double>(at_once.tokens) : 0;
+  const FittedLayers fitted = fit_layers(activation_bytes(shape, element_bytes, gradient_bytes, gathered),
                                          shape.layers / at_once.pieces, at_once.tokens, at_once.in_flight, free_bytes);
   if (needed != nullptr) *needed = fitted.bytes;
   Recompute recompute;
@@ -65,7 +67,7 @@ void make_room_for_passes(const Model& model, int64_t tokens, ParallelContext& r
 void set_own_recompute(Model& model, const Config& config, int64_t tokens) {
   if (!recompute_setting(config).fit || !model.options().device.is_cuda()) return;
   const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
-  model.set_recompute(fit_recompute(counted_shape(model), element, kept_activations(model.split(), tokens, 1),
+  model.set_recompute(fit_recompute(counted_shape(model), element, kept_activations(model.split(), {.rows = tokens}, 1),
                                     device_available_bytes(model.options().device), nullptr, gradient_bytes(model)));
 }
 

@@ -6,6 +6,7 @@
 
 #include "topology/activations.h"
 #include "trainer/config/config.h"
+#include "trainer/model/context_rows.h"
 #include "trainer/model/model.h"
 #include "trainer/parallel/context.h"
 
@@ -13,12 +14,13 @@ namespace trireme {
 
 // What is kept between forward and backward on a rank.
 struct KeptActivations {
-  int64_t tokens = 0;     // of the largest micro-batch
+  int64_t tokens = 0;     // of the largest micro-batch, those that the rank computes
+  int64_t shared = 0;     // of context parallel ranks: OwnRows::shared
   int64_t pieces = 1;     // of the rank's stage, which share its layers
   int64_t in_flight = 1;  // pairs of piece and micro-batch that are kept at once
 };
-// Of an optimizer step (train_passes).
-KeptActivations kept_activations(const ModelSplit& split, int64_t tokens, int64_t micro_batches);
+// Of an optimizer step (train_passes) whose micro-batches have at most so much for this rank.
+KeptActivations kept_activations(const ModelSplit& split, const OwnRows& most, int64_t micro_batches);
 
 // The least of it that fits: first norms and SwiGLU of more and more layers, then experts' gate and up, then whole
 // layers. The most there is where nothing fits. `needed` is what the choice is expected to take; null: not asked.

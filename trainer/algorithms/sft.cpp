@@ -141,8 +141,8 @@ class SftLoop final {
       if (micro.response_tokens() > 0) micro_batches.push_back(std::move(micro));
     }
     if (train) {
-      int64_t most_rows = 0;
-      for (const MicroBatch& micro : micro_batches) most_rows = std::max(most_rows, micro.input.tokens());
+      OwnRows most_rows;
+      for (const MicroBatch& micro : micro_batches) most_rows = at_most(most_rows, own_rows(policy, micro.input));
       const auto batches = static_cast<int64_t>(micro_batches.size());
       set_recompute(policy, config_, kept_activations(policy.split(), most_rows, batches), session_.context);
     }

@@ -154,7 +154,9 @@ class TrainStep final {
     Config config;
     config.policy.activation_checkpointing = options.checkpoint_activations;
     config.policy.recompute_layers = options.recompute_layers;
-    const KeptActivations kept = kept_activations(model_->split(), options.tokens, options.micro_batches);
+    OwnRows most_rows;
+    for (const Batch& batch : batches_) most_rows = at_most(most_rows, own_rows(*model_, batch.micro.input));
+    const KeptActivations kept = kept_activations(model_->split(), most_rows, options.micro_batches);
     set_recompute(*model_, config, kept, context);
     watch_routers(*model_, config, context);
   }

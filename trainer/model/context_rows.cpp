@@ -45,17 +45,41 @@ std::shared_ptr<const AttentionRuns> runs_of(const std::vector<ContextPiece>& pi
   return result;
 }
 
+ContextSplit split_of(const PackedBatch& whole, const ContextWork& work, int64_t ranks) {
+  std::vector<int64_t> lengths;
+  for (size_t s = 0; s + 1 < whole.starts.size(); ++s) lengths.push_back(whole.starts[s + 1] - whole.starts[s]);
+  return split_context(lengths, whole.prefix, ranks, work);
+}
+
 }  // namespace
 
 bool ContextRows::exchanges() const {
   return std::any_of(shared_counts.begin(), shared_counts.end(), [](int64_t count) { return count > 0; });
 }
 
+OwnRows at_most(const OwnRows& a, const OwnRows& b) { return {std::max(a.rows, b.rows), std::max(a.shared, b.shared)}; }
+
+OwnRows own_rows(const PackedBatch& whole, const ContextWork& work, int64_t ranks, int64_t rank) {
+  const ContextSplit split = split_of(whole, work, ranks);
+  OwnRows own;
+  for (size_t r = 0; r < split.ranks.size(); ++r) {
+    for (const ContextPiece& piece : split.ranks[r]) {
+      if (static_cast<int64_t>(r) == rank) own.rows += piece.end - piece.begin;
+      if (piece.shared) own.shared += piece.end - piece.begin;
+    }
+  }
+  return own;
+}
+
+OwnRows own_rows(const Model& model, const PackedBatch& whole) {
+  const Communicator* group = model.options().context;
+  if (group == nullptr) return {.rows = whole.tokens()};
+  return own_rows(whole, context_work(model.config().shape()), group->size(), group->rank());
+}
+
 PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int64_t ranks, int64_t rank,
                          at::Device device) {
-  std::vector<int64_t> lengths;
-  for (size_t s = 0; s + 1 < whole.starts.size(); ++s) lengths.push_back(whole.starts[s + 1] - whole.starts[s]);
-  const ContextSplit split = split_context(lengths, whole.prefix, ranks, work);
+  const ContextSplit split = split_of(whole, work, ranks);
   auto context = std::make_shared<ContextRows>();
   context->starts = whole.starts;
   context->prefix = whole.prefix;

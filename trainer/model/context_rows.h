@@ -32,6 +32,18 @@ struct ContextRows {
   bool exchanges() const;
 };
 
+// How much of a micro-batch a rank computes.
+struct OwnRows {
+  int64_t rows = 0;
+  int64_t shared = 0;  // rows of all context parallel ranks whose keys go to all: a layer keeps them on each
+};
+// What each is at most.
+OwnRows at_most(const OwnRows& a, const OwnRows& b);
+// Of rank `rank` of `ranks`, as context_part deals the rows.
+OwnRows own_rows(const PackedBatch& whole, const ContextWork& work, int64_t ranks, int64_t rank);
+// For this rank of the model; all rows where it is not split so.
+OwnRows own_rows(const Model& model, const PackedBatch& whole);
+
 // What rank `rank` of `ranks` computes of `whole`: its rows as a batch with `context`, empty where it has none. The
 // same split on every rank. `device`: the model's; ids and positions stay on theirs.
 PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int64_t ranks, int64_t rank,

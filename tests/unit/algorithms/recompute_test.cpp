@@ -68,7 +68,7 @@ TEST(Recompute, CountsWhatIsInFlightOnAStage) {
     Layout layout;
     layout.pp = 4;
     const ModelSplit split = model_split(shape, layout, stage, {.virtual_stages = pieces});
-    KeptActivations kept = kept_activations(split, 8192, 16);
+    KeptActivations kept = kept_activations(split, {.rows = 8192}, 16);
     EXPECT_EQ(kept.pieces, pieces);
     return std::pair(local_shape(shape, split), kept);
   };
@@ -84,8 +84,36 @@ TEST(Recompute, CountsWhatIsInFlightOnAStage) {
   EXPECT_EQ(level(3, 1), 0);
   EXPECT_GT(level(0, 2), 0);
   // Without micro-batches, and on one stage, one at a time.
-  EXPECT_EQ(kept_activations(model_split(shape, {}, 0), 8192, 5).in_flight, 1);
-  EXPECT_EQ(kept_activations(model_split(shape, {}, 0), 8192, 0).in_flight, 1);
+  EXPECT_EQ(kept_activations(model_split(shape, {}, 0), {.rows = 8192}, 5).in_flight, 1);
+  EXPECT_EQ(kept_activations(model_split(shape, {}, 0), {.rows = 8192}, 0).in_flight, 1);
+}
+
+// A sequence of 16,384 tokens over two ranks: where half of its activations fit with the keys of all, nothing is
+// computed again.
+TEST(Recompute, CountsTheRowsOfAContextRank) {
+  const LocalShape config = whole(llama_8b());
+  const std::vector<int32_t> sequence(16'384, 1);
+  const PackedBatch batch = PackedBatch::from_sequences({sequence});
+  int64_t rows = 0;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    const OwnRows own = own_rows(batch, context_work(llama_8b().shape()), 2, rank);
+    EXPECT_NEAR(static_cast<double>(own.rows), 8192, 128);
+    EXPECT_GT(own.shared, 10'000);  // all but the last piece, behind which nobody has rows
+    EXPECT_LE(own.shared, 16'384);
+    rows += own.rows;
+    const KeptActivations kept = kept_activations(model_split(llama_8b().shape(), {}, 0), own, 1);
+    int64_t needed = 0, without_keys = 0;
+    constexpr int64_t kRoom = int64_t{60} << 30;
+    const Recompute recompute = fit_recompute(config, 2, kept, kRoom, &needed);
+    EXPECT_EQ(recompute.whole_layers + recompute.cheap_layers, 0);
+    // Keys and values of 8 heads of 128 in each of 32 layers.
+    (void)fit_recompute(config, 2, {.tokens = own.rows}, kRoom, &without_keys);
+    EXPECT_NEAR(static_cast<double>(needed - without_keys), 32.0 * 2 * 2 * 1024 * static_cast<double>(own.shared),
+                32.0 * 2 * static_cast<double>(own.rows));
+    const Recompute of_all = fit_recompute(config, 2, {.tokens = batch.tokens()}, kRoom);
+    EXPECT_GT(of_all.whole_layers + of_all.cheap_layers, 0);
+  }
+  EXPECT_EQ(rows, batch.tokens());
 }
 
 // Passes without gradients, which run before training has made room: less than training keeps, and not nothing.

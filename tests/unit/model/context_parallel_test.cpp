@@ -137,6 +137,10 @@ TEST(ContextParallel, RowsAreOfOneRankEach) {
           all.push_back(row);
         }
         EXPECT_EQ(part.tokens(), part.context->counts[static_cast<size_t>(rank)]);
+        const OwnRows own = own_rows(batch, {.row = 100, .square = 1}, ranks, rank);
+        EXPECT_EQ(own.rows, part.tokens());
+        const std::vector<int64_t>& shared = part.context->shared_counts;
+        EXPECT_EQ(own.shared, std::accumulate(shared.begin(), shared.end(), int64_t{0}));
         if (std::string(which.name) == "one short") {
           EXPECT_EQ(part.tokens(), rank == 0 ? 7 : 0);
         }

@@ -67,6 +67,22 @@ TEST(Activations, AreSharedByTensorRanks) {
   }
 }
 
+// Two rows' keys and values, of 1024 each, for one row's: kept by every layer, and while it is differentiated there in
+// the order of the chains, with gradients.
+TEST(Activations, ContextRanksKeepTheKeysOfAll) {
+  const LocalShape shape = local("Llama-3.1-8B", {});
+  const ActivationBytes one = activation_bytes(shape, 2), gathered = activation_bytes(shape, 2, 2, 2);
+  for (const auto part : {&ActivationBytes::whole, &ActivationBytes::cheap, &ActivationBytes::experts})
+    EXPECT_EQ(gathered.*part - one.*part, 2 * 2 * 2 * 1024);
+  EXPECT_EQ(gathered.input, one.input);
+  EXPECT_EQ(gathered.passing, one.passing);  // the MLP's is more
+  EXPECT_EQ(activation_bytes(shape, 2, 2, 20).passing - one.passing,
+            2 * (3 * 4096 + 4 * 1024 + 2 * 20 * 2 * 1024) + 8 * 32 - 2 * (2 * 4096 + 4 * 14'336));
+  // Behind head norms the products are kept, and a copy of the own values.
+  const LocalShape qwen = local("Qwen3-1.7B", {});
+  EXPECT_EQ(activation_bytes(qwen, 2, 2, 2).whole - activation_bytes(qwen, 2).whole, 2 * (2 * 2 * 1024 + 1024));
+}
+
 TEST(Activations, OfAStageHaveNoLogitsBeforeTheLast) {
   const Layout layout{.pp = 4};
   for (int64_t stage = 0; stage < 4; ++stage)
