@@ -182,6 +182,20 @@ refused "lanes without stages" "2 lanes need stages: set policy.megatron_cfg.pip
 refused "stages that do not add up" "num_layers_in_first_pipeline_stage 3 and num_layers_in_last_pipeline_stage 2" \
   run stages_off 2 1 2 policy.megatron_cfg.num_layers_in_first_pipeline_stage=3 \
   policy.megatron_cfg.num_layers_in_last_pipeline_stage=2
+# Two nodes of a rank each, as they are started, whatever the configuration says of nodes.
+spanning() {
+  local node port=$((20000 + RANDOM % 10000)) pid pids="" codes=""
+  for node in 0 1; do
+    "$TRIREME" launch --nproc-per-node 1 --nnodes 2 --node-rank $node --master-addr 127.0.0.1 --master-port $port -- \
+      $(run_args spanning cluster.device=cpu cluster.gpus_per_node=2 $mega.enabled=true \
+        $mega.tensor_model_parallel_size=2) >"$dir/out.$node" 2>&1 & pids="$pids $!"
+  done
+  for pid in $pids; do wait "$pid"; codes="$codes $?"; done
+  [ "$codes" = " 10 10" ] && grep -q "$mega.tensor_model_parallel_size: .*tp 2 does not divide the 1 GPUs of a node" \
+    "$dir/out.0" && ok "tensor ranks on two nodes are refused" ||
+    bad "tensor ranks on two nodes:$codes" "$(cat "$dir"/out.?)"
+}
+spanning
 # Ranks that would compute something else.
 unlike() { # unlike WHAT WORDS PROGRAM [overrides...]: rank 1 has these, rank 0 says WORDS, both end with code 10
   local what=$1 words=$2 other=$3 port=$((20000 + RANDOM % 10000)) rank pid pids="" codes=""; shift 3

@@ -57,11 +57,11 @@ void check_length(const Config& config, const ModelConfig& model, const std::fil
             "another model");
 }
 
-// What may be split so and is slow: context and expert groups whose ranks are not of one node (cluster.processes).
-void warn_of_spanned_nodes(const Config& config, const ModelConfig& model, const Layout& layout) {
+// What may be split so and is slow: context and expert groups whose ranks are not of one node of `of_node` ranks.
+void warn_of_spanned_nodes(const Config& config, const ModelConfig& model, const Layout& layout, int64_t of_node) {
   const ModelShape shape = model.shape();
-  const LayoutReport report = check_layout(
-      layout, {.gpus_per_node = config.cluster.processes, .shape = &shape, .stages = stage_options(config)});
+  const LayoutReport report =
+      check_layout(layout, {.gpus_per_node = of_node, .shape = &shape, .stages = stage_options(config)});
   for (const std::string& warning : report.warnings) log_warn("parallel", warning);
 }
 
@@ -207,12 +207,14 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (model.value_head)
     fail_user("policy.model_name: " + model_dir.string() +
               " is a value or reward model (...ForSequenceClassification), which generates no text");
-  if (const auto problem = split_problem(config, "policy", model, model_dir, context.layout())) fail_user(*problem);
+  const int64_t of_node = ranks_of_node(config, options.rendezvous);
+  if (const auto problem = split_problem(config, "policy", model, model_dir, context.layout(), of_node))
+    fail_user(*problem);
   if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout()))
     fail_user(*problem);
   if (const auto layout = generation_layout(config, context.layout())) context.set_generation(*layout);
   if (context.is_main()) {
-    warn_of_spanned_nodes(config, model, context.layout());
+    warn_of_spanned_nodes(config, model, context.layout(), of_node);
     warn_of_idle_context(config, context.layout());
   }
   check_experts(config, model, model_dir, context.layout(), context.is_main());
@@ -223,7 +225,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (has_critic(config)) {
     const int ranks = critic_link != nullptr ? context.critic_ranks() : context.world_size();
     const Layout layout = critic_layout(config, ranks);
-    critic_model = find_critic(config, model, *tokenizer, options.hf_home, layout, context.is_main());
+    critic_model = find_critic(config, model, *tokenizer, options.hf_home, layout, of_node, context.is_main());
   }
   const std::optional<RewardModelFolder> scorer = find_reward_model(config, model, *tokenizer, options.hf_home);
   check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),

@@ -172,10 +172,15 @@ void check_transport(const TransportCheck& check, ParallelContext& context, at::
   log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
 }
 
+int64_t ranks_of_node(const Config& config, const RendezvousOptions& ranks) {
+  return ranks.local_world > 0 ? ranks.local_world : config.cluster.processes;
+}
+
 std::optional<std::string> split_problem(const Config& config, const std::string& section, const ModelConfig& model,
-                                         const std::filesystem::path& dir, const Layout& layout) {
+                                         const std::filesystem::path& dir, const Layout& layout, int64_t of_node) {
   const ModelShape shape = model.shape();
-  const LayoutReport report = check_layout(layout, {.shape = &shape, .stages = stage_options(config)});
+  const LayoutReport report =
+      check_layout(layout, {.gpus_per_node = of_node, .shape = &shape, .stages = stage_options(config)});
   if (!report.ok()) {
     const std::string& error = report.errors.front();
     const std::string axis = error.substr(0, error.find(' '));
@@ -229,7 +234,7 @@ void check_vocabulary(const std::string& key, const std::string& dir, const Mode
 }
 
 CriticModel find_critic(const Config& config, const ModelConfig& policy, const Tokenizer& tokenizer,
-                        const std::filesystem::path& hf_home, const Layout& layout, bool main) {
+                        const std::filesystem::path& hf_home, const Layout& layout, int64_t of_node, bool main) {
   const std::filesystem::path folder = resolve_model(config.value.model_name, hf_home);
   CriticModel critic{critic_config(config), ModelConfig::load(folder).with_value_head(), folder, layout};
   const std::string dir = folder.string();
@@ -238,7 +243,8 @@ CriticModel find_critic(const Config& config, const ModelConfig& policy, const T
               " but the model of " + dir + " has " + std::to_string(critic.model.positions()) + " positions");
   }
   check_vocabulary("value.model_name", dir, critic.model, policy, tokenizer, "the critic");
-  if (const auto problem = split_problem(critic.config, "value", critic.model, critic.dir, layout)) fail_user(*problem);
+  if (const auto problem = split_problem(critic.config, "value", critic.model, critic.dir, layout, of_node))
+    fail_user(*problem);
   check_experts(critic.config, critic.model, critic.dir, layout, main);
   return critic;
 }

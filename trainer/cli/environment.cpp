@@ -37,6 +37,7 @@ RendezvousOptions rendezvous_from_environment(double timeout_s) {
   r.rank = static_cast<int>(environment_int("RANK", 0));
   r.world_size = static_cast<int>(environment_int("WORLD_SIZE", 1));
   r.local_rank = static_cast<int>(environment_int("LOCAL_RANK", 0));
+  r.local_world = static_cast<int>(environment_int("LOCAL_WORLD_SIZE", 0));
   r.master_address = environment("MASTER_ADDR", "127.0.0.1");
   r.master_port = static_cast<int>(environment_int("MASTER_PORT", 0));
   r.attempt = environment("TRIREME_ATTEMPT", "0");

@@ -21,6 +21,7 @@ struct RendezvousOptions {
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
+  int local_world = 0;  // ranks that were started on this node; 0: not told
   std::string master_address = "127.0.0.1";
   int master_port = 0;  // rank 0 listens here; 0 with one rank: no store is opened
   int listen_fd = -1;   // rank 0: a socket bound to master_port already, which the store takes over; -1: none
