@@ -547,7 +547,7 @@ void run_engine(const Config& config, const EngineProcessOptions& options) {
     fail_user("trireme engine is for a run with policy.generation.colocated.enabled=false; this one's ranks generate");
   if (options.rendezvous.master_port == 0)
     fail_user("trireme engine needs MASTER_ADDR and MASTER_PORT, where the run's first actor has its store");
-  prepare_devices(Layout{});
+  prepare_devices({});
   EngineProcess(config, options).run();
 }
 

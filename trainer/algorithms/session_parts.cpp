@@ -133,9 +133,17 @@ void log_saved(const SavedCheckpoint& saved) {
                " GB/s) beside the run, which waited " + format_fixed(saved.wait_seconds, 2) + " s for it");
 }
 
+std::vector<Layout> layouts_of_models(const Config& config, const Layout& layout, const RendezvousOptions& ranks) {
+  std::vector<Layout> layouts{layout};
+  if (ranks.of_critic) return layouts;
+  if (const auto generation = generation_layout(config, layout)) layouts.push_back(*generation);
+  if (has_critic(config) && ranks.critic_ranks == 0) layouts.push_back(critic_layout(config, ranks.world_size));
+  return layouts;
+}
+
 const Config& with_its_device(const Config& config, const TrainOptions& options) {
   check_roles(config, options);
-  prepare_devices(options.layout);
+  prepare_devices(layouts_of_models(config, options.layout, options.rendezvous));
   const at::Device device = choose_device(config.cluster.device, options.rendezvous.local_rank);
   if (options.transport.required && !device.is_cuda()) {
     fail_user(

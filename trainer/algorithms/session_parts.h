@@ -32,6 +32,9 @@ CheckpointOptions checkpoint_options(const Config& config, const TrainOptions& o
                                      const std::filesystem::path& source_dir);
 void log_saved(const SavedCheckpoint& saved);
 
+// By which the models of this process are split: the policy in training and in generation, and a critic on the same
+// ranks.
+std::vector<Layout> layouts_of_models(const Config& config, const Layout& layout, const RendezvousOptions& ranks);
 // `config` itself; a critic's ranks without a critic, or a device that cannot run this is refused before tokenizer,
 // rendezvous and weights.
 const Config& with_its_device(const Config& config, const TrainOptions& options);

@@ -92,7 +92,7 @@ int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
               std::to_string(layout.pp) + " does not divide the " + std::to_string(rendezvous.world_size) + " ranks");
   }
   layout.dp = rendezvous.world_size / common.devices_of_replica();
-  prepare_devices(layout);
+  prepare_devices({layout});
   choose_device(common.device, common.local_rank);  // what it lacks is said before the ranks meet
   ParallelContext context(layout, rendezvous);
   run(context);

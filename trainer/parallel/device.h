@@ -5,14 +5,18 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "topology/topology.h"
 
 namespace trireme {
 
-// What the driver must be told before a device is used first, through its environment variables; those that are set
-// stay. Nothing on CPU, and where no stages send each other anything.
-void prepare_devices(const Layout& layout);
+// What the driver must be told before a device is used first: its environment variables and their values, for a process
+// whose models are split by these layouts. Nothing where no tensor ranks or stages send each other anything.
+std::vector<std::pair<std::string, std::string>> driver_settings(const std::vector<Layout>& layouts);
+// Sets them; those that are set stay. Nothing on CPU.
+void prepare_devices(const std::vector<Layout>& layouts);
 
 // `setting`: "cpu", "cuda" or "auto" (CUDA where this build and this machine have it). On CUDA local rank i takes GPU i
 // and makes it the process's current device. Throws Error(kUser) that says what is missing; a GPU without kernels here

@@ -27,6 +27,19 @@ TEST(Device, EveryHopperIsTakenAndNothingElse) {
   EXPECT_NE(refusal("NVIDIA GeForce RTX 4090", 8, 9), "");
 }
 
+// Every model of the process counts: a critic's stages beside an actor that has none.
+TEST(Device, TheDriverIsToldOfEveryModelsSplit) {
+  using Settings = std::vector<std::pair<std::string, std::string>>;
+  const Settings queues{{"CUDA_DEVICE_MAX_CONNECTIONS", "32"}};
+  const Settings eager{{"CUDA_DEVICE_MAX_CONNECTIONS", "32"}, {"CUDA_MODULE_LOADING", "EAGER"}};
+  EXPECT_EQ(driver_settings({}), Settings{});
+  EXPECT_EQ(driver_settings({{.dp = 4}, {.cp = 2, .dp = 2}}), Settings{});
+  EXPECT_EQ(driver_settings({{.tp = 2}}), queues);
+  EXPECT_EQ(driver_settings({{.dp = 2}, {.tp = 2}}), queues);
+  EXPECT_EQ(driver_settings({{.pp = 2}}), eager);
+  EXPECT_EQ(driver_settings({{.tp = 2}, {.pp = 2}}), eager);
+}
+
 TEST(Device, TheCpuNeedsNoGpu) { EXPECT_TRUE(choose_device("cpu", 3).is_cpu()); }
 
 }  // namespace

@@ -13,15 +13,8 @@
 
 namespace trireme {
 
-void prepare_devices(const Layout& layout) {
-  if (layout.pp == 1 && layout.tp == 1) return;
-  // Streams that share one of the device's queues wait for each other: what a stage or tensor rank receives must not
-  // stand before what it computes.
-  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
-  if (layout.pp == 1) return;
-  // A kernel that is loaded when it is first launched may wait for what runs on the device: another stream that waits
-  // for another stage, which may wait for this one likewise.
-  ::setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
+void prepare_devices(const std::vector<Layout>& layouts) {
+  for (const auto& [name, value] : driver_settings(layouts)) ::setenv(name.c_str(), value.c_str(), /*overwrite=*/0);
 }
 
 at::Device choose_device(const std::string& setting, int local_rank) {

@@ -6,7 +6,7 @@
 
 namespace trireme {
 
-void prepare_devices(const Layout&) {}
+void prepare_devices(const std::vector<Layout>&) {}
 
 at::Device choose_device(const std::string& setting, int /*local_rank*/) {
   TRIREME_CHECK(setting == "cpu" || setting == "cuda" || setting == "auto", "unknown device " + setting);
