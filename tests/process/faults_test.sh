@@ -294,6 +294,8 @@ fails nan@2:1 21 "rank 1 on .* in phase training: the log-prob of a token of sam
   "failed: .*rank 1 on .* is not finite in the loss"
 fails memory@2:1 1 "rank 1 on .* out of memory in phase training: 1.0 PiB were asked for .*; lower the micro-batch" \
   "failed: .*rank 1 on .* out of memory in phase training"
+fails stay@2:1 21 "error: rank 1 on .* in phase training: an error on purpose, behind which a destructor waits" \
+  "failed: .*rank 1 on .* an error on purpose"
 fails hang@2:1 30 "rank 1 is stuck: the others have given up waiting" \
   "rank 1 on .* has not come (last seen at number .*, phase training)" cluster.collective_timeout_s=20
 refuses 10 "KIND@STEP:RANK" env TRIREME_FAULT=flood@1:0 "$TRIREME" $(run_args a)

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <csignal>
+#include <exception>
 #include <limits>
 #include <new>
 #include <thread>
@@ -57,6 +58,12 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 
 std::string place(const ParallelContext& context) { return context.name() + " on " + host_name(); }
 
+template <typename E>
+[[noreturn]] void throw_on(ParallelContext& context, const E& error) {
+  context.leaves_by(std::make_exception_ptr(error));
+  throw error;
+}
+
 [[noreturn]] void stand_still() {
   while (true) std::this_thread::sleep_for(std::chrono::seconds(1));
 }
@@ -95,6 +102,7 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
   } catch (const std::exception& error) {
     if (is_echo(error)) {
       context.leaving();
+      context.leaves_by(std::current_exception());
       throw;
     }
     const std::string phase = context.phase();
@@ -105,10 +113,10 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
       what = place(context) + (shortage ? ": " : " in phase " + phase + ": ") + what;
       context.report_failure(first_line(what));
     }
-    if (shortage) throw Error(ErrorKind::kIo, what);
-    if (ours != nullptr) throw Error(ours->kind(), what);
+    if (shortage) throw_on(context, Error(ErrorKind::kIo, what));
+    if (ours != nullptr) throw_on(context, Error(ours->kind(), what));
     if (context.job_size() == 1) throw;
-    throw std::runtime_error(what);
+    throw_on(context, std::runtime_error(what));
   }
 }
 
@@ -123,17 +131,23 @@ Fault parse_fault(const std::string& text) {
   if (kind == "nan") fault.kind = Fault::Kind::kNan;
   if (kind == "memory") fault.kind = Fault::Kind::kMemory;
   if (kind == "hang") fault.kind = Fault::Kind::kHang;
+  if (kind == "stay") fault.kind = Fault::Kind::kStay;
   if (kind == "device-hang") fault.kind = Fault::Kind::kDeviceHang;
   if (kind == "kill") fault.kind = Fault::Kind::kKill;
   const bool phase = rest.size() == 3 && kind == "kill" && !rest[2].empty();
   if (fault.kind == Fault::Kind::kNone || step < 1 || rank < 0 || (rest.size() > 2 && !phase)) {
     fail_user("the fault '" + text +
-              "' is not KIND@STEP:RANK with a kind of nan, memory, hang, device-hang, nor kill@STEP:RANK:PHASE");
+              "' is not KIND@STEP:RANK with a kind of nan, memory, hang, device-hang, stay, nor kill@STEP:RANK:PHASE");
   }
   fault.step = step;
   fault.rank = static_cast<int>(rank);
   if (phase) fault.phase = rest[2];
   return fault;
+}
+
+void cause_stay(const Fault& fault, const ParallelContext& context) {
+  if (fault.kind == Fault::Kind::kStay && fault.rank == context.job_rank() && std::uncaught_exceptions() > 0)
+    stand_still();
 }
 
 void cause_kill(const Fault& fault, int64_t step, const std::string& phase, const ParallelContext& context) {
@@ -178,6 +192,8 @@ void cause_fault(const Fault& fault, int64_t step, const ParallelContext& contex
       stand_still();
     case Fault::Kind::kHang:
       stand_still();
+    case Fault::Kind::kStay:
+      fail_data("an error on purpose, behind which a destructor waits for ever");
   }
 }
 

@@ -28,6 +28,7 @@ struct Fault {
     kMemory,      // more memory is asked for than there is
     kHang,        // the training thread stops for good
     kDeviceHang,  // the current stream stops for good; on CPU as kHang
+    kStay,        // an error is thrown, behind which the session does not end, as where a device waits in vain
     kKill,        // the process ends by SIGKILL
   };
   Kind kind = Kind::kNone;
@@ -35,10 +36,12 @@ struct Fault {
   int rank = 0;  // of the job: the critic's own ranks are behind the actor's
   std::string phase = "training";
 };
-// "nan@2:1" (kind, step, rank), kinds nan, memory, hang, device-hang; "kill@2:1:generation", with a phase; "": none.
-// Throws Error(kUser) otherwise.
+// "nan@2:1" (kind, step, rank), kinds nan, memory, hang, device-hang, stay; "kill@2:1:generation", with a phase; "":
+// none. Throws Error(kUser) otherwise.
 Fault parse_fault(const std::string& text);
 void cause_fault(const Fault& fault, int64_t step, const ParallelContext& context, Model& policy);
+// Of a session's destructor.
+void cause_stay(const Fault& fault, const ParallelContext& context);
 // A kill, when `phase` of the step begins.
 void cause_kill(const Fault& fault, int64_t step, const std::string& phase, const ParallelContext& context);
 

@@ -74,6 +74,9 @@ class Session final {
   // the newest checkpoint when there is one.
   // `steps`: how many the loop will run, for displays.
   Session(const Config& config, const TrainOptions& options, int64_t steps);
+  ~Session() { cause_stay(fault_, context); }
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
 
   const Config config;
   ParallelContext context;

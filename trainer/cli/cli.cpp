@@ -8,13 +8,11 @@
 #include <vector>
 
 #include "api/runtime.h"
-#include "base/error.h"
 #include "base/log.h"
 #include "base/sigpipe.h"
 #include "base/text.h"
-#include "trainer/algorithms/failure.h"
 #include "trainer/cli/commands.h"
-#include "trainer/cli/exit_codes.h"
+#include "trainer/cli/environment.h"
 #include "trainer/parallel/communicator.h"
 
 namespace trireme {
@@ -64,16 +62,8 @@ int cli_main(int argc, char** argv) {
   }
   try {
     return context.run();
-  } catch (const Error& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return exit_code_of(error);
   } catch (const std::exception& error) {
-    if (const auto shortage = describe_memory_shortage(error, "")) {
-      std::fprintf(stderr, "error: %s\n", shortage->c_str());
-    } else {
-      std::fprintf(stderr, "error: internal: %s\n", error.what());
-    }
-    return exit_code_of(error);
+    return say_error(error);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 
 #include "api/runtime.h"
@@ -10,6 +11,7 @@
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/cli/exit_codes.h"
 #include "trainer/rewards/http_headers.h"
 
 namespace trireme {
@@ -30,6 +32,14 @@ int64_t environment_int(const char* name, int64_t otherwise) {
   const auto value = parse_int(text);
   if (!value) fail_user(std::string("environment variable ") + name + " is '" + text + "', not a number");
   return *value;
+}
+
+int say_error(const std::exception& error) {
+  const auto shortage = describe_memory_shortage(error, "");
+  const bool ours = dynamic_cast<const Error*>(&error) != nullptr;
+  const std::string what = !ours && shortage ? *shortage : (ours ? "" : "internal: ") + std::string(error.what());
+  std::fprintf(stderr, "error: %s\n", what.c_str());
+  return exit_code_of(error);
 }
 
 RendezvousOptions rendezvous_from_environment(double timeout_s) {
@@ -68,6 +78,7 @@ RendezvousOptions rendezvous_from_environment(double timeout_s) {
     log_error("train", what);
     ::_exit(kExitCommunication);
   };
+  r.on_unwinding = [](const std::exception& error) { ::_exit(say_error(error)); };
   return r;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -22,9 +23,12 @@ std::optional<std::string> environment_variable(const std::string& name);
 // Throws Error(kUser) that names the variable when it is not a number.
 int64_t environment_int(const char* name, int64_t otherwise);
 
-// RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TRIREME_ATTEMPT, TRIREME_LAUNCHER_FD, TRIREME_LISTEN_FD. A
-// rank that is stuck ends the process with the code of a node at fault, one whose device waits in vain, or one whose
-// peer has died, with that of a failed peer.
+// Says the error on stderr, as the last line of a process that it ends, and returns the exit code.
+int say_error(const std::exception& error);
+// RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TRIREME_ATTEMPT, TRIREME_LAUNCHER_FD,
+// TRIREME_LISTEN_FD. A rank that is stuck ends the process with the code of a node at fault, one whose device waits in
+// vain, or one whose peer has died, with that of a failed peer; one that has failed itself, and whose device keeps it
+// from ending, with that of its error, which is said.
 // Where PPO's critic has ranks of its own: TRIREME_CRITIC_RANKS on all, TRIREME_ROLE=critic and TRIREME_ACTOR_RANKS on
 // the critic's, whose RANK and WORLD_SIZE are among themselves.
 RendezvousOptions rendezvous_from_environment(double timeout_s);

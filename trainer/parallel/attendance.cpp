@@ -39,7 +39,9 @@ Attendance::Attendance(JobStore& store, const RendezvousOptions& rendezvous)
       period_(std::clamp(rendezvous.timeout / 8, Milliseconds(50), Milliseconds(1000))),
       grace_(rendezvous.stuck_grace),
       on_stuck_(rendezvous.on_stuck),
-      on_deadline_(rendezvous.on_deadline) {
+      on_deadline_(rendezvous.on_deadline),
+      on_unwinding_(rendezvous.on_unwinding),
+      unwinding_grace_(rendezvous.unwinding_grace) {
   store_.set(host_key(rank_), host_name());  // before anybody can wait for this rank
   thread_ = std::thread([this] { run(); });
 }
@@ -51,6 +53,7 @@ Attendance::~Attendance() {
   }
   wake_.notify_all();
   thread_.join();
+  if (unwinding_.joinable()) unwinding_.join();
 }
 
 int Attendance::open(const RankGroup& group) {
@@ -433,6 +436,20 @@ void Attendance::report_failure(const std::string& what) {
   } catch (const std::exception& error) {
     log_debug("parallel", error.what());
   }
+}
+
+void Attendance::leaves_by(std::exception_ptr error) {
+  if (!on_unwinding_ || unwinding_.joinable()) return;
+  unwinding_ = std::thread([this, error = std::move(error)] {
+    sleep(unwinding_grace_);
+    if (stopping()) return;
+    store_.lifeline().goodbye();  // the process ends here, and its error is told: it has not died
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::exception& known) {
+      on_unwinding_(known);
+    }
+  });
 }
 
 std::optional<std::string> Attendance::failure_of_another(Milliseconds wait) {

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -90,6 +91,9 @@ class Attendance final {
   void report_failure(const std::string& what);
   // This rank leaves, since another has failed: its end is no death to the others.
   void leaving();
+  // This rank throws `error`, which ends it: where it is still there rendezvous.unwinding_grace later, on_unwinding is
+  // called with it, from a thread. The first one counts.
+  void leaves_by(std::exception_ptr error);
   // "rank 3: ...", what the first rank to report a failure said, or who has died; nothing when none did, or this one.
   // Waits so long for the word of a death. Never throws.
   std::optional<std::string> failure_of_another(Milliseconds wait = Milliseconds(0));
@@ -160,7 +164,9 @@ class Attendance final {
   bool stopping_ = false;
   std::optional<std::string> failed_;  // what another rank reported; the thread's own, as the next
   SteadyClock::time_point failed_since_{};
-  std::thread thread_;
+  const std::function<void(const std::exception&)> on_unwinding_;
+  const Milliseconds unwinding_grace_;
+  std::thread thread_, unwinding_;
 };
 
 }  // namespace trireme

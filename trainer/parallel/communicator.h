@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -36,6 +37,11 @@ struct RendezvousOptions {
   // has passed, or another rank has failed. Nothing is called where the host waits itself: that throws. Also called,
   // whatever the training thread does, when another rank has died and this one is still there some seconds later.
   std::function<void(const std::string& what)> on_deadline;
+  // Called from a thread of its own when this rank has thrown what ends it (ParallelContext::leaves_by) and is still
+  // there so much later: a destructor waits for its device, which waits for others that have left. Less than a launcher
+  // waits before it kills.
+  std::function<void(const std::exception& error)> on_unwinding;
+  Milliseconds unwinding_grace{8000};
   int launcher_fd = -1;  // where the launcher writes which of this host's ranks died (lifeline.h); -1: none
   // Where PPO's critic has ranks of its own: how many ranks either role has, else 0 both; whether this process is the
   // critic's. `rank` and `world_size` are those of its role. Ranks of the job are the actor's, then the critic's.

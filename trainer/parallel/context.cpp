@@ -204,6 +204,10 @@ void ParallelContext::leaving() {
   if (attendance_) attendance_->leaving();
 }
 
+void ParallelContext::leaves_by(std::exception_ptr error) {
+  if (attendance_) attendance_->leaves_by(std::move(error));
+}
+
 std::optional<std::string> ParallelContext::failure_of_another() {
   return attendance_ ? attendance_->failure_of_another() : std::nullopt;
 }

@@ -2,6 +2,7 @@
 // be split over.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -117,6 +118,8 @@ class ParallelContext final {
   void report_failure(const std::string& what);
   // This rank leaves with an error that is the echo of another's failure: its end is no death to the others.
   void leaving();
+  // This rank is about to throw what ends it. Where its own device keeps it from ending, on_unwinding does.
+  void leaves_by(std::exception_ptr error);
   // "critic rank 0: ...", of a rank of the job that has died or has reported a failure, for who waits for it without a
   // collective; nothing else. Never throws.
   std::optional<std::string> failure_of_another();

@@ -64,6 +64,7 @@ TEST(Failure, FaultsAreParsedOrRefused) {
   EXPECT_EQ(fault.step, 3);
   EXPECT_EQ(fault.rank, 1);
   EXPECT_EQ(parse_fault("nan@2").rank, 0);
+  EXPECT_EQ(parse_fault("stay@2:1").kind, Fault::Kind::kStay);
   EXPECT_EQ(parse_fault("kill@2:1").phase, "training");
   EXPECT_EQ(parse_fault("kill@2:3:rollout exchange").phase, "rollout exchange");
   EXPECT_EQ(parse_fault("kill@2:3:refit").rank, 3);

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 
 #include "base/host.h"
@@ -24,7 +25,7 @@ struct Rank {
   std::unique_ptr<Attendance> attendance;
   int group = 0;
   Device device;
-  std::atomic<int> stuck{0}, deadline{0};
+  std::atomic<int> stuck{0}, deadline{0}, unwinding{0};
   std::string said;  // by the one callback that was called
   std::vector<int> absent;
 };
@@ -47,6 +48,11 @@ class TwoRanks {
         rendezvous.on_deadline = [&rank](const std::string& what) {
           rank.said = what;
           ++rank.deadline;
+        };
+        rendezvous.unwinding_grace = Milliseconds(200);
+        rendezvous.on_unwinding = [&rank](const std::exception& error) {
+          rank.said = error.what();
+          ++rank.unwinding;
         };
         rank.attendance = std::make_unique<Attendance>(*rank.store, rendezvous);
         rank.attendance->set_on_absent([&rank](const std::vector<int>& ranks) { rank.absent = ranks; });
@@ -135,6 +141,22 @@ TEST(Attendance, TheFailureOfARankEndsTheWaitOfTheOthersAndIsTold) {
   // The first failure stays.
   job.ranks[0].attendance->report_failure("an echo");
   EXPECT_EQ(job.ranks[0].attendance->failure_of_another(), "rank 1: the log-prob of a token is not finite");
+}
+
+// A rank that has thrown and is still there, since a destructor waits for its device.
+TEST(Attendance, ARankThatDoesNotEndByItsErrorIsEnded) {
+  TwoRanks job(Milliseconds(200000));
+  for (const char* error : {"no memory was left", "a second one"})
+    job.ranks[1].attendance->leaves_by(std::make_exception_ptr(std::runtime_error(error)));
+  ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[1].unwinding == 1; }));
+  EXPECT_EQ(job.ranks[1].said, "no memory was left");
+  EXPECT_EQ(job.ranks[0].unwinding, 0);
+  // One that ends in time says its error itself.
+  job.ranks[0].attendance->leaves_by(std::make_exception_ptr(std::runtime_error("a number is not finite")));
+  job.ranks[0].attendance.reset();
+  std::this_thread::sleep_for(Milliseconds(500));
+  EXPECT_EQ(job.ranks[0].unwinding, 0);
+  EXPECT_EQ(job.ranks[1].unwinding, 1);
 }
 
 TEST(Attendance, TheDeathOfARankEndsTheWaitOfTheDeviceAndIsTold) {
