@@ -161,7 +161,7 @@ void Model::allocate_parameters() {
     TRIREME_CHECK(!options_.trainable && !options_.sharding.any(), "only weights that are not trained come and go");
     const auto least = options_.least_bytes / static_cast<int64_t>(options.dtype().itemsize());
     memory_ = std::make_unique<WholeMemory>(std::max(total + more, least), options);
-    values_ = UnitMemory(total, options);
+    values_ = UnitMemory(total, options, more);
   }
   flat_parameters_ = options_.sharding.weights ? units_->flat_weights()
                      : options_.releasable     ? values_.view(0, {total})

@@ -41,7 +41,7 @@ ShardedUnits::ShardedUnits(const Sharding& sharding, const Shape& shape) : shard
       unit.width += bucket.width;
     }
     unit.group = &group_of(unit.buckets.front());
-    if (sharding.weights) unit.values = UnitMemory(unit.end - unit.begin, shape.weights);
+    if (sharding.weights) unit.values = UnitMemory(unit.end - unit.begin, shape.weights, shape.spare_elements);
     if (shape.trainable) unit.gradients = UnitMemory(unit.end - unit.begin, of_gradients);
   }
   if (shape.trainable) alike_gradients_ = at::zeros({layout.alike_elements}, of_gradients);
@@ -49,7 +49,8 @@ ShardedUnits::ShardedUnits(const Sharding& sharding, const Shape& shape) : shard
   const int64_t total = layout.elements + layout.frozen_elements;
   alike_.values = UnitMemory(layout.alike_elements, shape.weights);
   frozen_ = {layout.elements, UnitMemory(layout.frozen_elements, shape.weights), {}};
-  parts_ = at::zeros({shards_.owned}, shape.weights);
+  parts_and_spare_ = at::zeros({shards_.owned + shape.spare_elements}, shape.weights);
+  parts_ = parts_and_spare_.narrow(0, 0, shards_.owned);
   flat_ = UnitMemory(total, shape.weights);
   memory_ = std::make_unique<WholeMemory>(total + shape.spare_elements, shape.weights);
   point_at(memory_->map());
@@ -93,7 +94,7 @@ at::Tensor ShardedUnits::gradients(int64_t offset, const std::vector<int64_t>& s
 void ShardedUnits::begin_gather(Unit& unit) {
   if (unit.values.here() || unit.coming.defined()) return;
   if (unit.group->size() == 1) {  // all of them are this rank's: bucket behind bucket
-    unit.values.set(parts_.narrow(0, unit.buckets.front().at, unit.width));
+    unit.values.set(parts_and_spare_.narrow(0, unit.buckets.front().at, unit.width + shape_.spare_elements));
     return;
   }
   unit.coming = at::empty({unit.width + shape_.spare_elements}, shape_.weights);
@@ -188,7 +189,7 @@ void ShardedUnits::end_passes() {
 
 void ShardedUnits::point_at(const at::Tensor& whole) {
   flat_.set(whole);
-  for (Unit& unit : units_) unit.values.set(whole.narrow(0, unit.begin, unit.end - unit.begin));
+  for (Unit& unit : units_) unit.values.set(whole.narrow(0, unit.begin, unit.end - unit.begin + shape_.spare_elements));
   for (Resident* resident : {&alike_, &frozen_}) {
     const int64_t size = resident->values.elements();
     if (size > 0) resident->values.set(whole.narrow(0, resident->begin, size));

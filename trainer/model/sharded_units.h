@@ -127,7 +127,7 @@ class ShardedUnits final {
   bool forward_follows_ = false;
   ShardLayout shards_;
   std::vector<Unit> units_;
-  at::Tensor parts_, alike_gradients_;
+  at::Tensor parts_and_spare_, parts_, alike_gradients_;  // the second one without the spare elements
   UnitMemory flat_;
   Resident alike_, frozen_;
   std::unique_ptr<WholeMemory> memory_;

@@ -11,8 +11,9 @@ at::DataPtr none_on(at::Device device) { return {nullptr, device}; }
 
 }  // namespace
 
-UnitMemory::UnitMemory(int64_t elements, const at::TensorOptions& options) : elements_(elements), options_(options) {
-  const auto bytes = static_cast<size_t>(elements) * options.dtype().itemsize();
+UnitMemory::UnitMemory(int64_t elements, const at::TensorOptions& options, int64_t behind)
+    : elements_(elements), behind_(behind), options_(options) {
+  const auto bytes = static_cast<size_t>(elements + behind) * options.dtype().itemsize();
   storage_ = at::Storage(at::Storage::use_byte_size_t(), bytes, none_on(options.device()), /*allocator=*/nullptr,
                          /*resizable=*/false);
 }
@@ -24,7 +25,7 @@ at::Tensor UnitMemory::view(int64_t offset, const std::vector<int64_t>& shape) c
 }
 
 void UnitMemory::set(const at::Tensor& memory) {
-  TRIREME_CHECK(memory.is_contiguous() && memory.numel() >= elements_ && memory.dtype() == options_.dtype(),
+  TRIREME_CHECK(memory.is_contiguous() && memory.numel() >= elements_ + behind_ && memory.dtype() == options_.dtype(),
                 "the memory of a unit holds it");
   storage_.unsafeGetStorageImpl()->set_data_ptr_noswap({memory.data_ptr(), options_.device()});
   memory_ = memory;

@@ -11,11 +11,12 @@ namespace trireme {
 class UnitMemory final {
  public:
   UnitMemory() = default;  // of no elements
-  UnitMemory(int64_t elements, const at::TensorOptions& options);
+  // `behind`: so many more that may be read behind the last one, which its memory has too.
+  UnitMemory(int64_t elements, const at::TensorOptions& options, int64_t behind = 0);
 
   // From element `offset` on; autograd may save it. To be read and written only while there is memory.
   at::Tensor view(int64_t offset, const std::vector<int64_t>& shape) const;
-  // From now on the elements are those of `memory`, which has at least as many and is held.
+  // From now on the elements are those of `memory`, which has at least as many, with those behind, and is held.
   void set(const at::Tensor& memory);
   void reset();
   bool here() const { return memory_.defined(); }
@@ -23,7 +24,7 @@ class UnitMemory final {
   int64_t elements() const { return elements_; }
 
  private:
-  int64_t elements_ = 0;
+  int64_t elements_ = 0, behind_ = 0;
   at::TensorOptions options_;
   at::Storage storage_;
   at::Tensor memory_;

@@ -219,5 +219,45 @@ TEST(SharedWeights, ThatAreNotThereHaveNoAddress) {
   });
 }
 
+// Rows behind the head by which its number is a multiple of 8: there to be read wherever its memory is.
+void expect_spare_rows(const at::Tensor& head) {
+  const int64_t in = head.size(1), rows = (head.size(0) + kHeadRows - 1) / kHeadRows * kHeadRows;
+  ASSERT_GT(rows, head.size(0));
+  const auto end = static_cast<size_t>(head.storage_offset() + rows * in) * head.element_size();
+  ASSERT_LE(end, head.storage().nbytes());
+  EXPECT_TRUE(head.detach().as_strided({rows, in}, {in, 1}).isfinite().all().item<bool>());
+}
+
+TEST(SharedWeights, AHeadHasItsSpareRows) {
+  for (const bool tied : {false, true}) {
+    const ModelConfig config = eight_heads(ModelFamily::kLlama, tied);
+    for (const int ranks : {1, 3}) {
+      test::on_layout(Layout{.dp = ranks}, [&](ParallelContext& context) {
+        ModelOptions options;
+        options.sharding = {.gradients = true, .weights = true, .ranks = &context.data_parallel()};
+        Model model(config, options);
+        fill(model);
+        ShardedUnits& units = *model.units();
+        units.cut();
+        expect_spare_rows(model.head_weight());
+        units.release();
+        const at::NoGradGuard no_grad;
+        for (int64_t place = 0; place < units.places(); ++place) units.read(place);
+        expect_spare_rows(model.head_weight());
+        units.end_forward(/*backward=*/false);
+        units.end_passes();
+        units.gather();
+        expect_spare_rows(model.head_weight());
+      });
+    }
+    ModelOptions copy;
+    copy.trainable = false;
+    copy.releasable = true;
+    Model model(config, copy);
+    model.take_memory();
+    expect_spare_rows(model.head_weight());
+  }
+}
+
 }  // namespace
 }  // namespace trireme
