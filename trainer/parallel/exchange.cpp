@@ -278,8 +278,9 @@ std::optional<std::string> exchange_problem(Communicator& group, int64_t width, 
   if (group.size() == 1) return std::nullopt;
   const at::NoGradGuard no_grad;
   const int64_t ranks = group.size();
-  // Above one step's size whatever the width; values of both signs over some magnitudes, other ones on each rank.
-  const int64_t most = (kOneStepBytes / std::max<int64_t>(1, width * options.dtype().itemsize()) / ranks + 2) * ranks;
+  // Above one step's size whatever the width, and at least a row of each rank behind its first two; values of both
+  // signs over some magnitudes, other ones on each rank.
+  const int64_t most = (kOneStepBytes / std::max<int64_t>(1, width * options.dtype().itemsize()) / ranks + 3) * ranks;
   const at::Tensor position = at::arange(most * width, at::TensorOptions(options.device()).dtype(at::kDouble));
   const at::Tensor values = (position * (0.7 + 0.1 * group.rank())).sin() * ((position * 0.01).cos() * 3).exp();
   const at::Tensor partial = values.view({most, width}).to(options.dtype());

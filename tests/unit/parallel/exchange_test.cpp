@@ -60,6 +60,8 @@ TEST(Exchange, SumsAreTheOrderedOnesWhateverTheRows) {
       }
       EXPECT_EQ(exchange_problem(group, 40, at::TensorOptions(at::kBFloat16)), std::nullopt);
       EXPECT_EQ(exchange_problem(group, 40, at::TensorOptions(at::kFloat)), std::nullopt);
+      // A row is more than goes in one step.
+      EXPECT_EQ(exchange_problem(group, 70'000, at::TensorOptions(at::kFloat)), std::nullopt);
     });
   }
 }
