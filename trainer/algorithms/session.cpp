@@ -17,6 +17,7 @@
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
+#include "trainer/parallel/stage_links.h"
 
 namespace trireme {
 namespace {
@@ -130,6 +131,11 @@ bool rows_are_exact(const Model& model, const Config& config, ParallelContext& c
   if (options.tensor != nullptr) {
     exchanges = exchange_problem(*options.tensor, model.config().hidden_size,
                                  at::TensorOptions().dtype(options.dtype).device(options.device));
+  }
+  if (options.links != nullptr) {
+    const auto rows = options.links->problem(model.config().hidden_size,
+                                             at::TensorOptions().dtype(options.dtype).device(options.device));
+    if (!exchanges) exchanges = rows;
   }
   if (exchanges) log_warn("parallel", *exchanges);
   return context.world().all_reduce_max(products && !exchanges ? 0 : 1) == 0;

@@ -9,6 +9,7 @@
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/parallel/flat_bytes.h"
 #include "trainer/parallel/peer_exchange.h"
+#include "trainer/parallel/rows_beside.h"
 
 namespace trireme {
 namespace {
@@ -274,6 +275,52 @@ at::Tensor all_to_all_rows(Communicator& group, const at::Tensor& rows, const st
   return group.size() == 1 ? rows : AllToAllRows::apply(rows, handle(group), to, from);
 }
 
+namespace {
+
+// The first of some comparisons that has failed; empty: none.
+class Comparisons {
+ public:
+  void operator()(const char* what, const at::Tensor& one, const at::Tensor& other) {
+    if (failed_.empty() && !at::equal(one, other)) failed_ = what;
+  }
+  const std::string& failed() const { return failed_; }
+
+ private:
+  std::string failed_;
+};
+
+// Sums and rows by calls that are awaited, and what travels beside products, which copy engines carry on a device.
+void compare_sums(Communicator& group, const at::Tensor& partial, const at::Tensor& whole, Comparisons& compare) {
+  const int64_t ranks = group.size(), each = partial.size(0) / ranks, own = group.rank() * each;
+  const at::Tensor mine = sum_to_rows(group, partial);
+  compare("among fewer rows", sum_rows(group, partial.narrow(0, 1, 1)), whole.narrow(0, 1, 1));
+  compare("among other rows", sum_rows(group, partial.narrow(0, ranks, ranks + 1)), whole.narrow(0, ranks, ranks + 1));
+  compare("summed for their owners", gather_rows(group, mine), whole);
+  SumsComing sums(
+      group, at::cat({partial.narrow(0, 0, own), partial.narrow(0, own + each, partial.size(0) - own - each)}), true);
+  sums.own().copy_(partial.narrow(0, own, each));
+  compare("summed beside products", sums.finish(), mine);
+  RowsComing rows(group, mine, true);
+  compare("gathered beside products", rows.all(), whole);
+}
+
+// Rows whose columns are split, and what ranks have drawn, against all ranks' rows.
+void compare_columns(Communicator& group, const at::Tensor& partial, Comparisons& compare) {
+  const int64_t ranks = group.size(), each = 2, width = partial.size(1);
+  const at::Tensor columns = partial.narrow(0, 0, ranks * each), rows = whole_rows(group, columns);
+  const at::Tensor all = gather_rows(group, columns).view({ranks, ranks, each, width});
+  compare("with whole columns", rows, all.select(1, group.rank()).permute({1, 0, 2}).reshape({each, ranks * width}));
+  compare("with columns of their own", own_columns(group, rows), columns);
+  constexpr int64_t kDrawn = 5;
+  const at::Tensor number = at::arange(kDrawn, at::TensorOptions(partial.device()).dtype(at::kLong));
+  const DeviceSamples drawn = gather_samples(group, {number + kDrawn * group.rank(), number.to(at::kFloat)});
+  const at::Tensor numbers = at::arange(kDrawn * ranks, number.options());
+  compare("among ids", drawn.ids, numbers);
+  compare("among log-probs", drawn.logprobs, numbers.remainder(kDrawn).to(at::kFloat));
+}
+
+}  // namespace
+
 std::optional<std::string> exchange_problem(Communicator& group, int64_t width, const at::TensorOptions& options) {
   if (group.size() == 1) return std::nullopt;
   const at::NoGradGuard no_grad;
@@ -285,13 +332,9 @@ std::optional<std::string> exchange_problem(Communicator& group, int64_t width, 
   const at::Tensor values = (position * (0.7 + 0.1 * group.rank())).sin() * ((position * 0.01).cos() * 3).exp();
   const at::Tensor partial = values.view({most, width}).to(options.dtype());
   const at::Tensor whole = sum_rows(group, partial);
-  std::string problem;
-  const auto compare = [&](const char* what, const at::Tensor& one, const at::Tensor& other) {
-    if (problem.empty() && !at::equal(one, other)) problem = what;
-  };
-  compare("among fewer rows", sum_rows(group, partial.narrow(0, 1, 1)), whole.narrow(0, 1, 1));
-  compare("among other rows", sum_rows(group, partial.narrow(0, ranks, ranks + 1)), whole.narrow(0, ranks, ranks + 1));
-  compare("summed for their owners", gather_rows(group, sum_to_rows(group, partial)), whole);
+  Comparisons compare;
+  compare_sums(group, partial, whole, compare);
+  compare_columns(group, partial, compare);
   // In decode norm and sum are one launch, in the loss two.
   const at::Tensor scale = partial.narrow(0, 0, 1).view({width}), residual = partial.narrow(0, 0, ranks + 1);
   const NormResult fused = sum_add_rms_norm(group, residual, residual, scale, 1e-6);
@@ -307,7 +350,7 @@ std::optional<std::string> exchange_problem(Communicator& group, int64_t width, 
   }
   compare("as the others have them", gather_rows(group, whole).view({ranks, most, width})[0], whole);
   // All know what one has found.
-  for (const std::string& found : group.all_gather_bytes(problem)) {
+  for (const std::string& found : group.all_gather_bytes(compare.failed())) {
     if (!found.empty())
       return "rows of " + std::to_string(width) + " elements have other bits " + found + " (group '" + group.name() +
              "')";

@@ -66,8 +66,8 @@ at::Tensor all_to_all_rows(Communicator& group, const at::Tensor& rows, const st
 at::Tensor ordered_sum(const at::Tensor& parts);
 
 // Whether rows of `width` keep their bits here under every way to exchange them: alone and among others, summed for all
-// and for their owner. One sentence that says where not; nothing when they do. Collective; all ranks get the same
-// answer.
+// and for their owner, awaited and beside products (rows_beside.h), by rows and by columns. One sentence that says
+// where not; nothing when they do. Collective; all ranks get the same answer.
 std::optional<std::string> exchange_problem(Communicator& group, int64_t width, const at::TensorOptions& options);
 
 }  // namespace trireme

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/error.h"
@@ -85,6 +86,30 @@ std::string StageLinks::pass_on(const std::string& bytes) {
   }
   pass(body);
   return {static_cast<const char*>(body.const_data_ptr()), static_cast<size_t>(count)};
+}
+
+std::optional<std::string> StageLinks::problem(int64_t width, const at::TensorOptions& options) {
+  constexpr int64_t kBytes = int64_t{5} << 20;
+  const int64_t many = kBytes / std::max<int64_t>(1, width * static_cast<int64_t>(options.dtype().itemsize())) + 2;
+  // Numbers below 256 are exact in every dtype; 251 divides no chunk.
+  const auto rows_of = [&](int stage, int64_t rows) {
+    const at::Tensor place = at::arange(rows * width, at::TensorOptions(options.device()).dtype(at::kLong));
+    return (place + 7 * stage).remainder(251).view({rows, width}).to(options.dtype());
+  };
+  std::optional<std::string> found;
+  for (const int64_t rows : {int64_t{1}, many}) {
+    for (const bool backward : {false, true}) {
+      const int from = next(stage(), !backward);
+      const at::Tensor own = rows_of(stage(), rows), received = at::zeros_like(own);
+      PendingCollective sent = begin_send(own, backward), coming = begin_receive(received, backward);
+      coming.wait();
+      sent.wait();
+      if (found || at::equal(received, rows_of(from, rows))) continue;
+      found = "rows of " + std::to_string(width) + " elements have other bits behind their way from stage " +
+              std::to_string(from) + " to stage " + std::to_string(stage()) + " (group '" + group_.name() + "')";
+    }
+  }
+  return found;
 }
 
 at::Tensor StageLinks::swap_ends(const at::Tensor& own) {

@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -48,6 +49,9 @@ class StageLinks final {
   // The first stage's bytes, of any size, on all, by the lines forward: each stage has them from the one before, and
   // waits for none behind it. All stages call it at the same place among what they send and receive on those lines.
   std::string pass_on(const std::string& bytes);
+  // Whether rows of `width` come as they were sent, on all lines of this stage: one, and more than a chunk of the
+  // devices' mailboxes. One sentence that says where not; nothing when they do. Collective.
+  std::optional<std::string> problem(int64_t width, const at::TensorOptions& options);
   // On the first stage the last one's tensor, on the last the first one's, of own's size. Collective of those two.
   at::Tensor swap_ends(const at::Tensor& own);
 

@@ -52,6 +52,15 @@ TEST(StageLinks, EachLineKeepsItsOrderWhateverTheOthersDo) {
   }
 }
 
+TEST(StageLinks, RowsComeAsTheyWereSent) {
+  for (const int64_t pp : {2, 3}) {
+    test::on_layout(stages_of(pp), [&](ParallelContext& context) {
+      for (const auto dtype : {at::kBFloat16, at::kFloat})
+        EXPECT_EQ(context.stage_links()->problem(4096, at::TensorOptions(dtype)), std::nullopt);
+    });
+  }
+}
+
 TEST(StageLinks, EndsSwapAndTheLastSharesWithAll) {
   for (const int64_t pp : {2, 4}) {
     test::on_layout(stages_of(pp), [&](ParallelContext& context) {
