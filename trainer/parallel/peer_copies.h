@@ -14,8 +14,9 @@ namespace trireme {
 
 // Copy engines carry the rows, and streams wait for words in memory: nothing here takes a processor from a product, as
 // kernels that exchange would, which get their turn between products only. A rank has a mailbox for each other one;
-// what does not fit waits, on streams of its own, until the receiver has taken something out. One thread owns it at a
-// time. Whoever waits in vain waits for ever: deadlines are the caller's.
+// what does not fit waits, on streams that are none of the caller's, until the receiver has taken something out. They
+// are seven at most, however many ranks there are: a device has 32 queues for all. One thread owns it at a time.
+// Whoever waits in vain waits for ever: deadlines are the caller's.
 class PeerCopies final {
  public:
   // Null, with `problem` saying why on all ranks, where devices cannot map each other's memory (cuda/peer_memory.h).

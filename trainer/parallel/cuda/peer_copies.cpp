@@ -22,6 +22,13 @@ constexpr uint32_t kPieces = 8;
 constexpr int64_t kPieceAlignment = 4096;
 constexpr int64_t kPieceWordBytes = 256;  // words lie in cache lines of their own
 
+// Streams in each direction, at most. A device has 32 queues, and a stream that shares one with another waits for what
+// that waits for: eight ranks with a stream for each other one, twice where a critic has a group of its own, would be
+// more. Steps of an exchange share them: in step s a rank sends to the one s behind it and receives from the one s
+// before it, so what a stream waits for is of the same step on the other side, whose streams have the same steps before
+// it: the earliest step that has not ended can always go on.
+constexpr size_t kLanes = 3;
+
 }  // namespace
 
 struct PeerCopies::Impl {
@@ -30,12 +37,10 @@ struct PeerCopies::Impl {
     char* to = nullptr;          // my mailbox there
     void* arrived = nullptr;     // there: pieces that I have written
     void* taken_here = nullptr;  // pieces that it has read
-    cudaStream_t out = nullptr;  // the own rank's: none
     uint32_t sent = 0;
     char* from = nullptr;  // its mailbox here
     void* arrived_here = nullptr;
-    void* taken = nullptr;      // there: pieces that I have read
-    cudaStream_t in = nullptr;  // copies within the device, of the own rank
+    void* taken = nullptr;  // there: pieces that I have read
     uint32_t received = 0;
   };
 
@@ -45,31 +50,38 @@ struct PeerCopies::Impl {
   int rank = 0;
   int64_t piece_bytes = 0;
   std::unique_ptr<PeerMemory> memory;
-  std::vector<Peer> peers;  // by rank
+  std::vector<Peer> peers;              // by rank
+  std::vector<cudaStream_t> outs, ins;  // by lane
+  cudaStream_t within = nullptr;        // copies within the device
 
-  void send(Peer& peer, const at::Tensor& part) const {
+  // Of a step, which begin with 1.
+  static cudaStream_t lane(const std::vector<cudaStream_t>& lanes, size_t step) {
+    return lanes[(step - 1) % lanes.size()];
+  }
+
+  void send(Peer& peer, const at::Tensor& part, cudaStream_t stream) const {
     const auto* data = static_cast<const char*>(part.const_data_ptr());
     const auto bytes = static_cast<int64_t>(part.nbytes());
     for (int64_t begin = 0; begin < bytes; begin += piece_bytes) {
       const uint32_t piece = peer.sent++ % kPieces;
-      wait_for_word(peer.out, peer.taken_here, peer.sent - kPieces);  // of the first ones nothing has to be taken
+      wait_for_word(stream, peer.taken_here, peer.sent - kPieces);  // of the first ones nothing has to be taken
       C10_CUDA_CHECK(cudaMemcpyAsync(peer.to + piece * piece_bytes, data + begin,
                                      static_cast<size_t>(std::min(piece_bytes, bytes - begin)),
-                                     cudaMemcpyDeviceToDevice, peer.out));
-      write_word(peer.out, peer.arrived, peer.sent);
+                                     cudaMemcpyDeviceToDevice, stream));
+      write_word(stream, peer.arrived, peer.sent);
     }
   }
 
-  void receive(Peer& peer, const at::Tensor& part) const {
+  void receive(Peer& peer, const at::Tensor& part, cudaStream_t stream) const {
     auto* data = static_cast<char*>(part.mutable_data_ptr());
     const auto bytes = static_cast<int64_t>(part.nbytes());
     for (int64_t begin = 0; begin < bytes; begin += piece_bytes) {
       const uint32_t piece = peer.received++ % kPieces;
-      wait_for_word(peer.in, peer.arrived_here, peer.received);
+      wait_for_word(stream, peer.arrived_here, peer.received);
       C10_CUDA_CHECK(cudaMemcpyAsync(data + begin, peer.from + piece * piece_bytes,
                                      static_cast<size_t>(std::min(piece_bytes, bytes - begin)),
-                                     cudaMemcpyDeviceToDevice, peer.in));
-      write_word(peer.in, peer.taken, peer.received);
+                                     cudaMemcpyDeviceToDevice, stream));
+      write_word(stream, peer.taken, peer.received);
     }
   }
 };
@@ -80,9 +92,9 @@ PeerCopies::~PeerCopies() {
   if (impl_ == nullptr) return;
   const c10::cuda::CUDAGuard guard(impl_->device);
   impl_->memory.reset();
-  for (const Impl::Peer& peer : impl_->peers)
-    for (const cudaStream_t stream : {peer.out, peer.in})
-      if (stream != nullptr) (void)cudaStreamDestroy(stream);
+  for (const auto& lanes : {impl_->outs, impl_->ins})
+    for (const cudaStream_t stream : lanes) (void)cudaStreamDestroy(stream);
+  if (impl_->within != nullptr) (void)cudaStreamDestroy(impl_->within);
 }
 
 std::unique_ptr<PeerCopies> PeerCopies::make(const PeerGroup& group, at::Device device, std::string& problem) {
@@ -107,11 +119,14 @@ std::unique_ptr<PeerCopies> PeerCopies::make(const PeerGroup& group, at::Device 
   const auto at = [&](int rank, int64_t offset) { return static_cast<char*>(impl.memory->of(rank)) + offset; };
   const auto arrived = [](int from) { return 2 * from * kPieceWordBytes; };
   const auto taken = [](int by) { return (2 * by + 1) * kPieceWordBytes; };
+  for (auto* lanes : {&impl.outs, &impl.ins}) {
+    while (lanes->size() < std::min(kLanes, static_cast<size_t>(group.size - 1)))
+      C10_CUDA_CHECK(cudaStreamCreateWithFlags(&lanes->emplace_back(), cudaStreamNonBlocking));
+  }
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&impl.within, cudaStreamNonBlocking));
   for (int rank = 0; rank < group.size; ++rank) {
     Impl::Peer& peer = impl.peers.emplace_back();
-    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&peer.in, cudaStreamNonBlocking));
     if (rank == group.rank) continue;
-    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&peer.out, cudaStreamNonBlocking));
     peer.to = at(rank, head + group.rank * mailbox);
     peer.arrived = at(rank, arrived(group.rank));
     peer.taken_here = at(group.rank, taken(rank));
@@ -140,22 +155,23 @@ PeerLines::Copy PeerCopies::exchange(const std::vector<at::Tensor>& to, const st
     const size_t rank = (own + step) % to.size();
     if (!to[rank].defined()) continue;
     TRIREME_CHECK(to[rank].is_contiguous(), "copies: contiguous parts");
-    on(impl_->peers[rank].out, [&] { impl_->send(impl_->peers[rank], to[rank]); });
+    const cudaStream_t stream = Impl::lane(impl_->outs, step);
+    on(stream, [&] { impl_->send(impl_->peers[rank], to[rank], stream); });
   }
   for (size_t step = 1; step < from.size(); ++step) {
     const size_t rank = (own + from.size() - step) % from.size();
     if (!from[rank].defined()) continue;
     TRIREME_CHECK(from[rank].is_contiguous(), "copies: contiguous parts");
-    on(impl_->peers[rank].in, [&] { impl_->receive(impl_->peers[rank], from[rank]); });
+    const cudaStream_t stream = Impl::lane(impl_->ins, step);
+    on(stream, [&] { impl_->receive(impl_->peers[rank], from[rank], stream); });
   }
   if (to[own].defined()) {
     TRIREME_CHECK(from[own].defined() && from[own].nbytes() == to[own].nbytes() && to[own].is_contiguous() &&
                       from[own].is_contiguous(),
                   "copies: what stays goes into as much");
-    const cudaStream_t stream = impl_->peers[own].in;
-    on(stream, [&] {
+    on(impl_->within, [&] {
       C10_CUDA_CHECK(cudaMemcpyAsync(from[own].mutable_data_ptr(), to[own].const_data_ptr(), to[own].nbytes(),
-                                     cudaMemcpyDeviceToDevice, stream));
+                                     cudaMemcpyDeviceToDevice, impl_->within));
     });
   }
   return {[ends, to, from] {
