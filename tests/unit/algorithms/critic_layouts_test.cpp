@@ -21,6 +21,9 @@
 namespace trireme {
 namespace {
 
+using test::expect_close;
+using test::WholeState;
+
 struct SplitCase {
   Layout layout;                     // the critic's
   std::optional<Layout> actor = {};  // of the same ranks, where it is another one
@@ -64,30 +67,6 @@ Config split_settings(bool share_prompts, int64_t batch) {
   c.policy.optimizer.kwargs.lr = 1e-4;
   c.value_loss_fn = {.scale = 1, .cliprange = 0.5};
   return c;
-}
-
-using ByParameter = std::map<std::string, at::Tensor>;
-
-// What optimizers of all ranks have written, read by one: weights and first moments of the whole model.
-struct WholeState {
-  ByParameter weights, moments;
-};
-WholeState whole_state(const std::filesystem::path& dir, const ModelConfig& shape) {
-  Model model(shape, {});
-  Communicator alone;
-  DistributedAdamW whole(model, alone, {});
-  whole.load(dir);
-  const TemporaryDirectory merged;
-  whole.save(merged.path());
-  const at::Tensor moments = SafetensorsFile(merged.path() / "rank_00000.safetensors").tensor("exp_avg").clone();
-  WholeState state;
-  for (const Parameter& parameter : model.parameters()) {
-    state.weights[parameter.name] = parameter.tensor.detach().clone();
-    if (parameter.frozen) continue;
-    EXPECT_LE(parameter.offset + parameter.size, moments.numel());
-    state.moments[parameter.name] = moments.narrow(0, parameter.offset, parameter.size).clone();
-  }
-  return state;
 }
 
 // One rank's part of a critic.
@@ -139,20 +118,8 @@ SplitOutcome train_split(const SplitCase& one, int64_t batch, int64_t passes) {
     outcome.samples = samples;
     outcome.metrics = metrics;
   });
-  outcome.state = whole_state(dir.path(), split_shape(one.family).with_value_head());
+  outcome.state = test::whole_state(dir.path(), split_shape(one.family).with_value_head());
   return outcome;
-}
-
-// Each within 1e-5 of its largest, or of a thousandth of the largest of all.
-void expect_close(const ByParameter& got, const ByParameter& wanted, const std::string& what) {
-  ASSERT_EQ(got.size(), wanted.size()) << what;
-  double of_all = 0;
-  for (const auto& [name, tensor] : wanted) of_all = std::max(of_all, tensor.abs().max().item<double>());
-  ASSERT_GT(of_all, 0) << what;
-  for (const auto& [name, tensor] : wanted) {
-    const double largest = std::max(tensor.abs().max().item<double>(), 1e-3 * of_all);
-    EXPECT_LE((got.at(name) - tensor).abs().max().item<double>(), 1e-5 * largest) << what << ": " << name;
-  }
 }
 
 void expect_outcome(const SplitOutcome& got, const SplitOutcome& wanted, const std::string& what) {
@@ -319,7 +286,7 @@ TEST(SplitCritic, ACheckpointOfOneLayoutIsReadInAnother) {
     context.world().barrier();
   });
   const ModelConfig shape = split_shape(ModelFamily::kQwen3).with_value_head();
-  const WholeState wanted = whole_state(own.path(), shape);
+  const WholeState wanted = test::whole_state(own.path(), shape);
   const auto from_files = load_value_model(dir.path() / "step_1/value/weights", {});
   for (const auto& [name, tensor] : wanted.weights)
     EXPECT_TRUE(at::equal(from_files->find(name)->tensor.detach(), tensor)) << name;
@@ -340,7 +307,7 @@ TEST(SplitCritic, ACheckpointOfOneLayoutIsReadInAnother) {
       }
       context.world().barrier();
     });
-    const WholeState state = whole_state(again.path(), shape);
+    const WholeState state = test::whole_state(again.path(), shape);
     for (const auto& [name, tensor] : wanted.moments)
       EXPECT_TRUE(at::equal(state.moments.at(name), tensor)) << loaded.name() << ": " << name;
   }
