@@ -39,6 +39,18 @@ std::vector<std::string> sharding_names() {
   return names;
 }
 
+int64_t peer_buffer_bytes(const Layout& training, const Layout& generation) {
+  constexpr int64_t kReceive = int64_t{96} << 20;    // of a group (trainer/parallel/cuda/peer_exchange.cpp)
+  constexpr int64_t kMailboxes = int64_t{64} << 20;  // of all others, and one that is not used (peer_copies.cpp)
+  constexpr int64_t kLines = int64_t{128} << 20;     // in both directions (peer_lines.cpp)
+  int64_t bytes = 0;
+  if (const int64_t tp = training.tp; tp > 1) bytes += kReceive + kMailboxes / (tp - 1) * tp;
+  if (generation.tp > 1 && generation != training) bytes += kReceive;
+  if (training.pp > 1) bytes += kLines;
+  if (training.ep * training.etp > 1) bytes += kReceive;
+  return bytes;
+}
+
 int64_t MemoryParts::total() const {
   return weights + reference + copy + gradients + optimizer + activations + logits + exchange + cache + critic +
          reward_model;

@@ -89,7 +89,12 @@ struct PlannedBeside {
   std::optional<PlannedModel> reward_model;  // whole on each rank, which scores its share
 };
 
-// Bytes of tensors on a rank.
+// What the ranks of a node map of each other's memory on a rank, for both layouts: receive buffers and mailboxes of
+// tensor groups, lines between stages, receive buffers of those that share experts. No tensors, so no part of a
+// measured peak of these; there from the first exchange to the end.
+int64_t peer_buffer_bytes(const Layout& training, const Layout& generation);
+
+// Bytes of tensors on a rank, and of buffers that others map.
 struct MemoryParts {
   int64_t weights = 0, reference = 0;
   int64_t copy = 0;          // the weights in generation's own layout
@@ -97,7 +102,7 @@ struct MemoryParts {
   int64_t optimizer = 0;     // master copy and moments
   int64_t activations = 0;   // of micro-batches in flight; of an engine step
   int64_t logits = 0;        // with the head's gradient; in training what they add, since layers' gradients come later
-  int64_t exchange = 0;      // buffers of what goes between ranks
+  int64_t exchange = 0;      // buffers of what goes between ranks, peer_buffer_bytes among them
   int64_t cache = 0;         // keys and values
   int64_t critic = 0;        // its weights, gradients and optimizer state; not in its own turn
   int64_t reward_model = 0;  // its weights

@@ -16,6 +16,15 @@ inline int64_t replicas_in_step(const Case& c) {
   return c.shape.experts > 0 ? std::lcm(tp, c.layout.ep * c.layout.etp) / tp : 1;
 }
 
+// Of a decode step: rows of `bytes` summed for all of `ranks` tensor ranks. Few rows go to all at once, or where two
+// ranks are, more in two exchanges (in_one_step of trainer/parallel/exchange.cpp).
+inline double decode_sum_seconds(const LinkRates& link, int64_t ranks, double bytes) {
+  constexpr double kOneStepBytes = 256 << 10;
+  const double others = real(ranks - 1);
+  return ranks == 2 || bytes <= kOneStepBytes ? link.seconds(others * bytes)
+                                              : 2 * link.seconds(others / real(ranks) * bytes);
+}
+
 // What steps of a replica cost.
 class DecodeSteps final {
  public:
@@ -28,7 +37,8 @@ class DecodeSteps final {
     expert_bytes_ = experts * element_ / real(c.layout.ep * c.layout.etp);
     sent_ = expert_rows(c);
     reach_ = std::max(1.0, real(c.layout.ep * c.layout.etp) / real(c.layout.tp)) / real(replicas_in_step(c));
-    tensor_link_ = link(c, Axis::kTp);
+    const bool mapped = c.devices.of_node <= 0 || inside_node(c.layout, Axis::kTp, c.devices.of_node);
+    tensor_link_ = mapped ? c.devices.rates.decode_in_node : link(c, Axis::kTp);
     stage_link_ = link(c, Axis::kPp);
     expert_link_ = link(c, Axis::kEtpEp);
     token_bytes_ = real(2 * m.layers * m.kv_heads * m.head_dim) * element_ / real(c.layout.tp);
@@ -43,15 +53,18 @@ class DecodeSteps final {
   }
   double keys_seconds(double tokens) const { return tokens * token_bytes_ / c_.devices.rates.decode_read; }
 
-  // Between ranks: sums over tensor ranks behind attention and MLP, embedding and head; from stage to stage and the
-  // tokens back; rows to experts and back.
+  // Between ranks: sums over tensor ranks behind attention, MLP and embedding, columns of logits to whole rows and what
+  // was drawn of them; from stage to stage and the tokens back; rows to experts and back.
   double exchange_seconds(double alive) const {
     const Layout& l = c_.layout;
     const double row = real(c_.shape.hidden) * element_;
     double seconds = 0;
     if (l.tp > 1) {
-      const double bytes = 2 * alive * row * real(l.tp - 1) / real(l.tp);
-      seconds += real(2 * c_.shape.layers + 2) * tensor_link_.seconds(bytes);
+      constexpr double kDrawnBytes = 16;  // id and log-prob
+      const double own = alive / real(l.tp), logits = real(c_.shape.vocab) / real(l.tp) * element_;
+      seconds += real(2 * c_.shape.layers + 1) * decode_sum_seconds(tensor_link_, l.tp, alive * row);
+      seconds += tensor_link_.seconds(own * real(l.tp - 1) * logits);
+      seconds += tensor_link_.seconds(own * real(l.tp - 1) * kDrawnBytes);
     }
     if (l.pp > 1) seconds += real(l.pp) * stage_link_.seconds(alive * row / real(l.tp));
     if (const int64_t ranks = l.ep * l.etp; ranks > 1) {

@@ -55,6 +55,7 @@ void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& trainin
     generation.copy = held(g, stage_of_generation(g, stage)).params * o.element_bytes;
     generation.exchange = kRefitBytes;
   }
+  generation.exchange += peer_buffer_bytes(c.layout, g.layout);
   if (c.work.reference) training.reference = generation.reference = training.weights;
   // In float32 the weights of the only rank are their own master copy.
   training.optimizer = state * (o.element_bytes == 4 && !shared ? 8 : 12);
@@ -130,7 +131,7 @@ StageMemory stage_memory(const Case& c, const Case& g, int64_t stage, const Pipe
   s.bytes = activation_bytes(local, c.options.element_bytes, c.options.gradient_bytes, cut ? real(c.layout.cp) : 0);
   s.in_flight = std::max<int64_t>(1, table.most_in_flight.at(static_cast<size_t>(stage)));
   add_state(c, g, stage, s.training, s.generation);
-  s.training.exchange = exchange_bytes(c, stage, local);
+  s.training.exchange = exchange_bytes(c, stage, local) + peer_buffer_bytes(c.layout, g.layout);
   s.training.logits = s.bytes.fixed;
   if (!c.work.generates) {
     s.generation = {};

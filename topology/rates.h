@@ -38,6 +38,8 @@ struct DeviceRates {
   double moves = 0;
   double copy = 1;
   LinkRates in_node, between_nodes;
+  // Of a decode step, inside a node: what a sum over tensor ranks takes besides the norm that is launched with it.
+  LinkRates decode_in_node;
 };
 
 // "h200", "h100"; nothing: not known.

@@ -9,6 +9,7 @@
 #include "tests/unit/topology/planned.h"
 #include "topology/combine_blocks.h"
 #include "topology/pipeline.h"
+#include "topology/plan_decode.h"
 #include "topology/plan_parts.h"
 #include "topology/refit.h"
 #include "topology/split.h"
@@ -399,6 +400,43 @@ TEST(Plan, PartsOfTheTimeAddUp) {
     EXPECT_EQ(t.decode_exchanges > 0, layout.tp > 1 || layout.pp > 1);
     EXPECT_EQ(t.gradient_exchanges > 0, layout.dp * layout.cp > 1);
   }
+}
+
+// Two steps of 4 samples on two tensor ranks, less one: 17 sums of 4 rows of 256 bfloat16, logits of 2 rows over half
+// of 1,000 tokens, 16 bytes of each of 2 samples. Of a link of a second a message and a byte.
+TEST(Plan, ADecodeStepHasItsSumsOverPeerMemory) {
+  PlanDevices devices = devices_of(80 * kGiB);
+  devices.rates.in_node = {.latency_s = 1e9, .first_bytes = 0, .first_rate = 1, .further_rate = 1};  // of passes
+  devices.rates.decode_in_node = {.latency_s = 1, .first_bytes = 0, .first_rate = 1, .further_rate = 1};
+  Workload work = small_work();
+  work.reference = false;
+  const auto exchanges = [&](const Layout& layout, int64_t outputs, int64_t samples) {
+    work.prompts.assign(1, 10);
+    work.outputs.assign(static_cast<size_t>(samples), outputs);
+    work.places = samples;
+    return plan_layout(shape_of_eight_layers(), layout, work, {}, devices).time.decode_exchanges;
+  };
+  EXPECT_NEAR(exchanges({.tp = 2}, 2, 4) - exchanges({.tp = 2}, 1, 4),
+              17 * (1 + 4 * 512) + (1 + 2 * 500 * 2) + (1 + 2 * 16), 1e-6);
+  // Over four ranks: at once up to 256 KiB, 512 rows; above in two exchanges of three quarters.
+  EXPECT_NEAR(planning::decode_sum_seconds(devices.rates.decode_in_node, 4, 262'144), 1 + 3 * 262'144, 1e-6);
+  EXPECT_NEAR(planning::decode_sum_seconds(devices.rates.decode_in_node, 4, 262'148), 2 + 1.5 * 262'148, 1e-6);
+  EXPECT_NEAR(planning::decode_sum_seconds(devices.rates.decode_in_node, 2, 1e6), 1 + 1e6, 1e-6);
+}
+
+// 96 MiB of receive buffers a group, 64 of mailboxes for the others, 128 of lines; what is mapped stays.
+TEST(Plan, BuffersThatPeersMapAreCounted) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  const Layout none{.cp = 2, .dp = 4};
+  EXPECT_EQ(peer_buffer_bytes(none, none), 0);
+  EXPECT_EQ(peer_buffer_bytes({.tp = 2}, {.tp = 2}), (96 + 128) * kMiB);
+  EXPECT_EQ(peer_buffer_bytes({.tp = 2, .pp = 2}, {.tp = 4}), (96 + 128 + 96 + 128) * kMiB);
+  EXPECT_EQ(peer_buffer_bytes({.ep = 2, .dp = 2}, {.ep = 2, .dp = 2}), 96 * kMiB);
+  EXPECT_NEAR(static_cast<double>(peer_buffer_bytes({.tp = 8}, {.tp = 8})), (96 + 64 * 8 / 7.0) * kMiB, 16);
+  const PlannedMemory split =
+      plan_layout(shape_of_eight_layers(), {.tp = 2}, small_work(), {}, devices_of(80 * kGiB)).memory;
+  EXPECT_EQ(split.generation.exchange, 224 * kMiB);
+  EXPECT_GT(split.training.exchange, 224 * kMiB);
 }
 
 TEST(Plan, FasterLayoutsThatFitComeFirst) {
