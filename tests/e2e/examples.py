@@ -1,10 +1,18 @@
-"""Group `examples` of checks.py, by name only: the manifests of examples/ whose steps overlap, or that have a critic or
-other roles than the actor, as they are but for sizes: a tiny model and a small task in place of theirs, CPUs in place
-of GPUs, two pods that generate in place of many."""
+"""Group `examples` of checks.py, by name only: the manifests of examples/ whose steps overlap, whose ranks split a
+model over nodes, or that have a critic or other roles than the actor, as they are but for sizes: a tiny model and a
+small task in place of theirs, CPUs in place of GPUs, two pods in place of many, axes of two ranks in place of four."""
 from world import *
 
 IMAGE = QUICKSTART[0]["spec"]["image"]
 SAVED = 2  # checkpoints of a run
+
+# Two tensor ranks share its key heads, two stages its layers.
+MODEL = [
+    "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--head-dim", "16", "--intermediate", "48"
+]
+# Of manifests whose ranks split a model: the axes, each of two ranks. A pod has those of a tensor and context group.
+SPLIT = {"eight-nodes-tp4-pp4": ["tp", "pp"], "context-parallel-16k": ["tp", "cp", "pp"]}
+KEYS = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}
 
 # Both sections are said: that of the other algorithm changes nothing.
 TINY = [
@@ -28,6 +36,18 @@ def sizes(section, steps, prompts, responses, batch):
             f"checkpointing.save_period={steps // SAVED}"]
 
 
+def split(spec, axes):
+    """Two pods, tensor and context groups inside of one, a stage in each."""
+    actor = spec["roles"]["actor"]
+    processes = 2**len(axes) // 2
+    need(sorted(actor["parallelism"]) == sorted(axes), f"the manifest splits {actor['parallelism']}")
+    actor.update(replicas=2, processesPerPod=processes, parallelism={axis: 2 for axis in axes})
+    spec["config"]["overrides"] += [f"policy.megatron_cfg.{KEYS[axis]}=2" for axis in axes]
+    spec["config"]["overrides"] += ["cluster.num_nodes=2", f"cluster.gpus_per_node={processes}"]
+    for of_gpus in ("fabric", "rdma"):
+        spec["network"].pop(of_gpus, None)
+
+
 def manifest(name):
     """The job of a file, and how many steps it is to take: for PPO more than those in which the critic trains alone."""
     documents = yaml.safe_load_all((ROOT / f"examples/{name}.rljob.yaml").read_text())
@@ -49,6 +69,8 @@ def manifest(name):
             pods.update(replicas=2, minReplicas=1)
         for container in pods["template"]["spec"]["containers"]:
             container["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
+    if name in SPLIT:
+        split(spec, SPLIT[name])
     return job, steps
 
 
@@ -63,7 +85,7 @@ def prepare(records):
     kube.create("pods", {
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "prepare"}, "spec": {
             "restartPolicy": "Never",
-            "initContainers": [container("model", "init-model", "--out", "/models/tiny", *TINY_MODEL)],
+            "initContainers": [container("model", "init-model", "--out", "/models/tiny", *MODEL)],
             "containers": [container("task", "init-task", "addition", "--out", "/models/task", *TINY_TASK)],
             "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}]}})
     ended = lambda: (phase := pod("prepare")["status"].get("phase")) in ("Succeeded", "Failed") and phase
@@ -98,5 +120,5 @@ def completes(records, file):
 
 def examples(records):
     check("examples: the claims (undisturbed run)", prepare, records)
-    for file in ("carry-over", "dedicated-generation", "ppo-colocated", "ppo-critic", "ppo-dedicated"):
+    for file in ("carry-over", "dedicated-generation", "ppo-colocated", "ppo-critic", "ppo-dedicated", *SPLIT):
         check(f"examples: {file} with a tiny model: Complete", completes, records, file)
