@@ -72,8 +72,9 @@ out=$(waits tp2 "0 < e < t and b == 0") && ok "tp2: exchanges are waited for: $o
 out=$(waits pp4 "0 < b < t and 0 < e < t") && ok "pp4: stages wait for each other: $out" ||
   bad "what pp4 waits for: $out"
 # Stages generate in as many lanes as they are; one lane has the same bits.
-check "GRPO on pp4 in one lane" run onelane 4 1 4 policy.generation.pipeline_lanes=1
-[ "$(weights onelane 4)" = "$(weights pp4 4)" ] && ok "four lanes and one: weights and moments bit for bit" ||
+check "GRPO on pp4 in one lane, six steps" run onelane 4 1 4 policy.generation.pipeline_lanes=1 grpo.max_num_steps=6
+check "GRPO on pp4 goes on to six steps" run pp4 4 1 4 logger.dump_steps=[2] grpo.max_num_steps=6
+[ "$(weights onelane 6)" = "$(weights pp4 6)" ] && ok "four lanes and one: weights and moments bit for bit" ||
   bad "four lanes and one"
 out=$(run idle 2 1 1 policy.megatron_cfg.context_parallel_size=2 grpo.max_num_steps=1 2>&1)
 [[ "$out" == *"at most 1 of the 2 context parallel ranks compute one"* ]] &&
