@@ -109,16 +109,6 @@ RolloutSource::Step unpack_step(std::string_view bytes, DataPlace& place, std::m
   return step;
 }
 
-// Any length, from rank 0 to all.
-void broadcast_bytes(Communicator& ranks, std::string& bytes) {
-  at::Tensor size = at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong);
-  ranks.broadcast(size, 0);
-  at::Tensor data = at::empty({size.item<int64_t>()}, at::kByte);
-  if (ranks.rank() == 0) std::memcpy(data.data_ptr(), bytes.data(), bytes.size());
-  ranks.broadcast(data, 0);
-  if (ranks.rank() != 0) bytes.assign(static_cast<const char*>(data.data_ptr()), static_cast<size_t>(data.numel()));
-}
-
 }  // namespace
 
 DedicatedRollouts::DedicatedRollouts(Session& session, PromptStream& prompts, const RolloutLengths* lengths,
@@ -345,7 +335,7 @@ RolloutSource::Step DedicatedRollouts::collect(RankShares&, std::map<std::string
     if (world.size() > 1) bytes = pack_step(step, place_, values);
   }
   if (world.size() > 1) {
-    broadcast_bytes(world, bytes);
+    bytes = world.broadcast_bytes(bytes, 0);
     if (!is_main()) step = unpack_step(bytes, place_, values);
   }
   ++next_step_;

@@ -294,15 +294,14 @@ std::vector<Sample> RolloutCollector::exchange(std::vector<Sample> own, const st
       std::memcpy(part.data(), &generated_after, sizeof generated_after);
       part += pack_samples(own);
     }
-    const std::vector<std::string> parts = context_.world().all_gather_bytes(part);
+    const std::vector<std::string> parts = context_.generation().from_leaders(part);
     own.clear();
     std::vector<double> seconds;
-    for (const std::string& of_rank : parts) {
-      if (of_rank.empty()) continue;  // of none that leads
+    for (const std::string& of_replica : parts) {
       const size_t replica = seconds.size();
-      TRIREME_CHECK(of_rank.size() >= sizeof(double) && replica < replicas, "a rank's samples have no beginning");
-      std::memcpy(&seconds.emplace_back(), of_rank.data(), sizeof(double));
-      std::vector<Sample> theirs = unpack_samples(std::string_view(of_rank).substr(sizeof(double)), prompts);
+      TRIREME_CHECK(of_replica.size() >= sizeof(double) && replica < replicas, "a rank's samples have no beginning");
+      std::memcpy(&seconds.emplace_back(), of_replica.data(), sizeof(double));
+      std::vector<Sample> theirs = unpack_samples(std::string_view(of_replica).substr(sizeof(double)), prompts);
       shares.samples[replica] += static_cast<int64_t>(theirs.size());
       all.insert(all.end(), std::make_move_iterator(theirs.begin()), std::make_move_iterator(theirs.end()));
     }

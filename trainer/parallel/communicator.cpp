@@ -527,6 +527,17 @@ std::vector<std::string> Communicator::all_gather_bytes(const std::string& bytes
   return parts;
 }
 
+std::string Communicator::broadcast_bytes(const std::string& bytes, int root) {
+  if (size_ == 1) return bytes;
+  at::Tensor size = at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong);
+  broadcast(size, root);
+  at::Tensor data = at::empty({size.item<int64_t>()}, at::kByte);
+  if (data.numel() == 0) return "";
+  if (rank_ == root) std::memcpy(data.data_ptr(), bytes.data(), bytes.size());
+  broadcast(data, root);
+  return rank_ == root ? bytes : std::string(static_cast<const char*>(data.const_data_ptr()), data.nbytes());
+}
+
 double Communicator::all_reduce_sum(double value) {
   if (size_ == 1) return value;
   at::Tensor tensor = at::full({1}, value, at::kDouble);

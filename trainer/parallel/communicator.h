@@ -173,6 +173,8 @@ class Communicator final {
   void barrier();
   // Any length per rank; result[r] is rank r's.
   std::vector<std::string> all_gather_bytes(const std::string& bytes);
+  // Those of rank `root`, of any length, which no other knows; `bytes` of the others do not count.
+  std::string broadcast_bytes(const std::string& bytes, int root);
   double all_reduce_sum(double value);
   double all_reduce_max(double value);
   int64_t all_reduce_sum(int64_t value);

@@ -1,6 +1,7 @@
 #include "trainer/parallel/context.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "base/error.h"
@@ -58,7 +59,7 @@ void check_alike(const Layout& layout, Communicator& world) {
 ParallelContext::ParallelContext() : world_(std::make_shared<Communicator>()) {
   for (const Axis axis : kAxes) groups_[axis] = std::make_shared<Communicator>();
   replica_ = groups_.at(Axis::kTp);
-  generation_ = {.layout = layout_, .tensor = replica_.get(), .replica = replica_.get()};
+  generation_ = {.layout = layout_, .tensor = replica_.get(), .replica = replica_.get(), .leaders = replica_.get()};
 }
 
 ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
@@ -81,6 +82,7 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
                  .tensor = &tensor_parallel(),
                  .links = links_.get(),
                  .replica = replica_.get(),
+                 .leaders = replica_->rank() == 0 ? groups_.at(Axis::kDpCp).get() : nullptr,
                  .replicas = static_cast<int>(layout.dp * layout.cp),
                  .number = groups_.at(Axis::kDpCp)->rank()};
 }
@@ -138,16 +140,43 @@ void ParallelContext::set_generation(const Layout& layout) {
   const std::shared_ptr<Communicator> tensor = make(named(own_group(layout, Axis::kTp, rendezvous_.rank)));
   const std::shared_ptr<Communicator> replica = layout.pp == 1 ? tensor : make(named(own_replica(layout, at)));
   more_ = {tensor, replica};
+  // Whoever leads holds the same of the weights: the first tensor rank's part of the first stage.
+  std::shared_ptr<Communicator> leaders;
+  if (replica->rank() == 0) more_.push_back(leaders = make(named(own_group(layout, Axis::kDpCp, rendezvous_.rank))));
   generation_ = {.layout = layout,
                  .tensor = tensor.get(),
                  .links = layout.pp == 1 ? nullptr : links_.get(),
                  .replica = replica.get(),
+                 .leaders = leaders.get(),
                  .replicas = static_cast<int>(layout.dp * layout.cp),
                  .number = static_cast<int>(at.cp + layout.cp * at.dp),
                  .apart = true};
 }
 
 bool GenerationRanks::leads() const { return replica->rank() == 0; }
+
+std::vector<std::string> GenerationRanks::from_leaders(const std::string& own) const {
+  std::vector<std::string> parts;
+  if (leads()) parts = leaders->all_gather_bytes(own);
+  if (replica->size() == 1) return parts;
+  // The length of each, then all.
+  std::string packed;
+  for (const std::string& part : parts) {
+    const uint64_t length = part.size();
+    packed.append(reinterpret_cast<const char*>(&length), sizeof length);
+  }
+  for (const std::string& part : parts) packed += part;
+  packed = replica->broadcast_bytes(packed, 0);
+  if (leads()) return parts;
+  size_t at = static_cast<size_t>(replicas) * sizeof(uint64_t);
+  for (size_t part = 0; part < static_cast<size_t>(replicas); ++part) {
+    uint64_t length = 0;
+    std::memcpy(&length, packed.data() + part * sizeof length, sizeof length);
+    parts.push_back(packed.substr(at, length));
+    at += length;
+  }
+  return parts;
+}
 
 std::shared_ptr<Communicator> ParallelContext::make(const RankGroup& group) {
   const std::vector<int> ranks = in_job(group).ranks;

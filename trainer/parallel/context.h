@@ -27,9 +27,13 @@ struct GenerationRanks {
   Communicator* tensor = nullptr;   // of the layout's tensor ranks
   StageLinks* links = nullptr;      // null: one stage
   Communicator* replica = nullptr;  // tensor ranks of the first stage, then of the next ones
+  Communicator* leaders = nullptr;  // of all replicas, in their order; on one that leads, else null
   int replicas = 1, number = 0;     // how many there are, which this one is
   bool apart = false;               // not training's
   bool leads() const;               // its first rank, the leader, speaks for it
+  // What each leader says, on all ranks, in the order of replicas: between the leaders, then inside replicas. `own`
+  // counts on one that leads. Collective.
+  std::vector<std::string> from_leaders(const std::string& own) const;
 };
 
 class ParallelContext final {

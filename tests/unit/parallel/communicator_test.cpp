@@ -5,7 +5,10 @@
 
 #include <atomic>
 #include <functional>
+#include <optional>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/host.h"
@@ -307,6 +310,40 @@ TEST(ParallelContext, TheSameRanksMaySplitAFurtherModelByAnotherLayout) {
     EXPECT_THROW(ParallelContext(first, {.tp = 3}, "odd"), Error);
     first.world().barrier();
   });
+}
+
+// Samples of replicas: all ranks have them in the order of replicas, whoever of them leads. Each from its first rank
+// only: what another hands in is nobody's.
+TEST(Generation, WhatLeadersSayReachesAllRanks) {
+  const std::vector<std::pair<Layout, std::optional<Layout>>> layouts = {
+      {Layout{.dp = 3}, std::nullopt},
+      {Layout{.tp = 2, .dp = 2, .pp = 2}, std::nullopt},
+      {Layout{.cp = 2, .dp = 2, .pp = 2}, std::nullopt},
+      {Layout{.tp = 2, .dp = 2}, Layout{.tp = 4}},
+      {Layout{.dp = 2, .pp = 2}, Layout{.dp = 4}},
+      {Layout{.tp = 4, .pp = 2}, Layout{.tp = 2, .dp = 2, .pp = 2}}};
+  for (const auto& [layout, generation] : layouts) {
+    test::on_layout(
+        layout,
+        [&](ParallelContext& context) {
+          const GenerationRanks& ranks = context.generation();
+          EXPECT_EQ(ranks.leaders != nullptr, ranks.leads());
+          if (ranks.leads()) {
+            EXPECT_EQ(ranks.leaders->size(), ranks.replicas);
+            EXPECT_EQ(ranks.leaders->rank(), ranks.number);
+          }
+          for (const size_t most : {size_t{0}, size_t{1000}}) {  // of other lengths, the first one empty
+            const auto said = [&](int replica) {
+              return std::string(most * static_cast<size_t>(replica), static_cast<char>('a' + replica));
+            };
+            const auto heard = ranks.from_leaders(ranks.leads() ? said(ranks.number) : "nobody's");
+            ASSERT_EQ(heard.size(), static_cast<size_t>(ranks.replicas)) << to_string(context.layout());
+            for (int replica = 0; replica < ranks.replicas; ++replica)
+              EXPECT_EQ(heard[static_cast<size_t>(replica)], said(replica)) << to_string(context.layout());
+          }
+        },
+        generation);
+  }
 }
 
 }  // namespace
