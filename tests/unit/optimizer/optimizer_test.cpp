@@ -2,14 +2,18 @@
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/fs.h"
 #include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/ranks.h"
+#include "trainer/model/safetensors.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/optimizer/lr_schedule.h"
 
@@ -224,6 +228,83 @@ TEST(AdamW, SavedStateContinuesBitForBit) {
   fill_gradients(second, 3);
   three.step(0.01, 0.1, 1);
   EXPECT_TRUE(at::equal(whole.flat_parameters(), second.flat_parameters()));
+}
+
+// As two ranks of a program of before had written it: of each bucket of 500 elements of the flat buffer each has half,
+// one behind the other; the first moment of the buffer's element i is i.
+void write_format_1(const std::filesystem::path& dir, int64_t elements, const std::string& said) {
+  constexpr int64_t kBucket = 500;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    std::string segments;
+    std::vector<double> own;
+    for (int64_t bucket = 0; bucket < elements; bucket += kBucket) {
+      const int64_t half = (std::min(kBucket, elements - bucket) + 1) / 2, begin = bucket + rank * half;
+      const int64_t size = std::min({half, elements - begin, bucket + kBucket - begin});
+      segments += (segments.empty() ? "[[" : ", [") + std::to_string(begin) + ", " + std::to_string(size) + ", " +
+                  std::to_string(own.size()) + "]";
+      for (int64_t i = 0; i < half; ++i) own.push_back(i < size ? static_cast<double>(begin + i) : -7);  // padding
+    }
+    const at::Tensor state = at::tensor(own, at::kFloat);
+    write_safetensors(dir / ("rank_0000" + std::to_string(rank) + ".safetensors"),
+                      {{"exp_avg", state}, {"exp_avg_sq", state + 0.25}, {"master", state + 0.5}},
+                      {{"segments", segments + "]"}, {"ranks", "2"}, {"elements", said}, {"steps_done", "11"}});
+  }
+}
+
+// Whoever reads it: one rank, two that share the state, two tensor ranks, of which each takes its slices.
+TEST(AdamW, StateOfFormatOneIsStillRead) {
+  const TemporaryDirectory dir;
+  ModelConfig config = tiny();
+  config.num_kv_heads = 2;
+  const Model whole(config, {});
+  const int64_t elements = whole.flat_parameters().numel();
+  write_format_1(dir.path(), elements, std::to_string(elements));
+  for (const Layout& layout : {Layout{}, Layout{.dp = 2}, Layout{.tp = 2}}) {
+    test::on_layout(layout, [&](ParallelContext& context) {
+      ModelOptions split;
+      set_split(split, config.shape(), context);
+      Model model(config, split);
+      DistributedAdamW optimizer(model, context.data_parallel(), options());
+      optimizer.load(dir.path());
+      EXPECT_EQ(optimizer.steps_done(), 11);
+      const TemporaryDirectory again;  // what this rank holds of the moments
+      optimizer.save(again.path());
+      for (const Parameter& parameter : model.parameters()) {
+        const Parameter& of_whole = *whole.find(parameter.name);
+        const at::Tensor places =
+            at::arange(of_whole.offset, of_whole.offset + of_whole.size, at::kFloat).view(of_whole.tensor.sizes());
+        const Range& range = parameter.slice.range;
+        const at::Tensor wanted = places.narrow(parameter.slice.dimension, range.begin, range.size()) + 0.5;
+        EXPECT_TRUE(at::equal(parameter.tensor.detach(), wanted)) << to_string(layout) << " " << parameter.name;
+      }
+      if (layout.world() > 1) return;
+      const SafetensorsFile saved(again.path() / "rank_00000.safetensors");
+      for (const auto& [name, more] : {std::pair{"exp_avg", 0.0}, {"exp_avg_sq", 0.25}}) {
+        const at::Tensor state = saved.tensor(name);
+        for (const Parameter& parameter : model.parameters()) {
+          const int64_t begin = parameter.offset, end = begin + parameter.size;
+          EXPECT_TRUE(at::equal(state.narrow(0, begin, end - begin), at::arange(begin, end, at::kFloat) + more))
+              << name << " " << parameter.name;
+        }
+      }
+    });
+  }
+  write_format_1(dir.path(), elements, "17");
+  Communicator alone;
+  Model model(config, {});
+  DistributedAdamW optimizer(model, alone, options());
+  try {
+    optimizer.load(dir.path());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kData);
+    EXPECT_NE(std::string(error.what())
+                  .find("rank_00000.safetensors is not an optimizer state of this model: holds "
+                        "the state of 17 parameter elements, the model has " +
+                        std::to_string(elements)),
+              std::string::npos)
+        << error.what();
+  }
 }
 
 TEST(Schedule, TorchPieces) {
