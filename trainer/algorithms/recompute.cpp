@@ -60,7 +60,8 @@ void make_room_for_passes(const Model& model, int64_t tokens, ParallelContext& r
                           const std::function<void()>& make_room) {
   if (!make_room || !model.options().device.is_cuda()) return;
   const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
-  const int64_t needed = pass_bytes(counted_shape(model), element, kept_activations(model.split(), tokens, 1));
+  const int64_t needed =
+      pass_bytes(counted_shape(model), element, kept_activations(model.split(), {.rows = tokens}, 1));
   if (somebody(device_available_bytes(model.options().device) < needed, ranks)) make_room();
 }
 

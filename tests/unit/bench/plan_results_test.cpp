@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "base/fs.h"
 #include "base/text.h"
@@ -18,6 +19,8 @@
 
 namespace trireme {
 namespace {
+
+constexpr int64_t kMicroBatchTokens = 16'384;  // of bench step, where a file does not say
 
 struct Comparison {
   std::string what;
@@ -59,13 +62,18 @@ Workload workload_of(const Json& json) {
   work.reference = json.value("reference", false);
   work.share_prompts = json.value("share_prompts", false);
   work.optimizer_steps = json.value("optimizer_steps", int64_t{1});
-  work.train_tokens = work.logprob_tokens = std::max(json.value("micro_batch_tokens", int64_t{1}), work.longest);
+  work.train_tokens = work.logprob_tokens = std::max(json.value("micro_batch_tokens", kMicroBatchTokens), work.longest);
   work.places = json.value("max_sequences", int64_t{256});
   // Whatever the program then did or could do of it.
   const auto samples_of = [&](const char* key) { return json.value(key, 0.0); };
   work.early_gradients = samples_of("gradients_under_generation") > 0;
   if (work.early_gradients || samples_of("references_under_generation") > 0)
     work.background_processors = json.value("background_processors", int64_t{0});
+  work.engines = json.value("engines", int64_t{0});
+  work.age = json.value("carry_over", int64_t{0});
+  work.in_flight = work.age > 0;
+  work.recomputes_keys = !json.value("keep_cache", false);
+  work.previous_pass = work.age > 0 && json.value("ratio_from", "training") == "training";
   return work;
 }
 
@@ -89,8 +97,11 @@ double seconds_limit(const Json& json, const std::string& device) {
 }
 
 LayoutPlan planned(const Json& json, const Workload& work, const PlanOptions& options, const std::string& device) {
-  const ModelShape shape = bench::find_shape(json.at("shape"), json.at("layers")).shape();
-  return plan_layout(shape, layout_of(json), work, options, {.rates = *device_rates(device)});
+  const ModelConfig config = bench::find_shape(json.at("shape"), json.at("layers"));
+  PlannedBeside beside;
+  if (json.value("critic", false))
+    beside.critic = PlannedModel{config.with_value_head().shape(), work, options, layout_of(json)};
+  return plan_layout(config.shape(), layout_of(json), work, options, {.rates = *device_rates(device)}, beside);
 }
 
 void compare_rollout(const std::string& name, const Json& json, const std::string& device,
@@ -105,7 +116,12 @@ void compare_step(const std::string& name, const Json& json, const std::string& 
   const Json& phases = json.at("phases");
   const PlannedTime& time = plan.time;
   const double passes = time.training - time.training_under + time.optimizer + time.gradient_exchanges;
-  rows.push_back({name + " seconds", json.at("seconds"), time.step(), limit});
+  // Steps that overlap are long and short in turn: their mean.
+  const auto repeats = json.at("seconds_of_repeats").get<std::vector<double>>();
+  const bool overlap = json.value("carry_over", 0) > 0;
+  const double mean = std::accumulate(repeats.begin(), repeats.end(), 0.0) / static_cast<double>(repeats.size());
+  rows.push_back({name + " seconds", overlap ? mean : json.at("seconds").get<double>(), time.step(), limit});
+  if (overlap) return;
   // Of ranks that split a model exchanges and bubble are no phase's.
   const bool whole = !is_split(layout_of(json));
   const bool apart =
