@@ -3,9 +3,9 @@
 # own (in turn, exact versions, in flight), and PPO with its critic on the actor's device, on one of its own, and beside
 # engines. Two devices; each token has the bits of a packed forward of the weights that drew it.
 #   TRIREME=build/cuda/trainer/cli/trireme tests/gpu/ways_test.sh
-# PARTS="carry engines ppo": only these. DEVICE=cpu tries the script itself where there is no GPU.
+# PARTS="carry engines ppo beside": only these. DEVICE=cpu tries the script itself where there is no GPU.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
-parts=${PARTS-carry engines ppo}
+parts=${PARTS-carry engines ppo beside}
 wanted() { [[ " $parts " == *" $1 "* ]]; }
 "$TRIREME" init-model --out "$dir/model" --hidden 512 --layers 4 --heads 8 --kv-heads 4 --head-dim 64 \
   --intermediate 1024 >/dev/null
@@ -130,13 +130,6 @@ if wanted ppo; then
   told "PPO on one device" critic local 'compared > 300'
   check "again" ppo local-again "$step"
   [ "$(both local 6)" = "$(both local-again 6)" ] && ok "PPO twice: both models bit for bit" || bad "PPO twice"
-  beside="policy.generation.background_sms=16 policy.generation.max_running_samples=4"
-  check "values under generation" ppo beside "$step" $beside
-  told "values under generation" critic beside 'sum(x["performance/values_under_generation"] for x in rows) > 0'
-  check "values after it" ppo after "$step" policy.generation.background_sms=0 \
-    policy.generation.max_running_samples=4
-  [ "$(both beside 6)" = "$(both after 6)" ] && ok "values under generation and after it: both models bit for bit" ||
-    bad "values under generation and after it"
   check "a critic on a device of its own" ppo own "$step --critic-ranks 1"
   told "a critic on a device of its own" critic own 'compared > 300'
   told "as on the actor's" near own local
@@ -155,6 +148,18 @@ if wanted ppo; then
   scores="env.reward_model.enabled=true env.reward_model.model_name=$dir/local/step_6/value/weights"
   check "a reward model" ppo scored "$step" $scores
   told "a reward model" critic scored 'compared > 300'
+fi
+# What is computed beside generation has a part of the device, however few SMs are asked for.
+if wanted beside; then
+  wanted ppo || check "PPO on one device" ppo local "$step"
+  beside="policy.generation.background_sms=16 policy.generation.max_running_samples=4"
+  check "values under generation" ppo beside "$step" $beside
+  told "values under generation" critic beside 'sum(x["performance/values_under_generation"] for x in rows) > 0'
+  check "values after it" ppo after "$step" policy.generation.background_sms=0 \
+    policy.generation.max_running_samples=4
+  [ "$(both beside 6)" = "$(both after 6)" ] && ok "values under generation and after it: both models bit for bit" ||
+    bad "values under generation and after it"
+  scores="env.reward_model.enabled=true env.reward_model.model_name=$dir/local/step_6/value/weights"
   check "a reward model beside generation" ppo scored-beside "$step" $scores $beside
   told "a reward model beside generation" critic scored-beside \
     'sum(x["performance/scores_under_generation"] for x in rows) > 0'

@@ -29,7 +29,7 @@ ModelOptions frozen(ModelOptions options, at::ScalarType dtype) {
 }
 
 // Rows of the micro-batch that this rank computes.
-std::vector<int64_t> own_rows(const Model& model, const PackedBatch& batch) {
+std::vector<int64_t> places_of_own_rows(const Model& model, const PackedBatch& batch) {
   const PackedBatch part = context_part(model, batch);
   if (part.context) return part.context->rows;
   std::vector<int64_t> all(static_cast<size_t>(batch.tokens()));
@@ -76,7 +76,7 @@ TEST(LayoutBits, ContextRanksUnderStagesHaveThoseOfTheirTensorRanks) {
         const std::vector<at::Tensor> hidden = hidden_states(model, batches);
         EXPECT_EQ(hidden[0].defined(), model.split().last_stage());
         if (!hidden[0].defined()) return;
-        const std::vector<int64_t> rows = own_rows(model, batches[0]);
+        const std::vector<int64_t> rows = places_of_own_rows(model, batches[0]);
         ASSERT_EQ(hidden[0].size(0), static_cast<int64_t>(rows.size()));
         EXPECT_TRUE(same_bits(hidden[0], wanted.index_select(0, at::tensor(rows, at::kLong))));
         int64_t changed = 0;
@@ -128,7 +128,7 @@ Compared compare(const Model& model, const std::vector<GeneratedGroup>& groups, 
   PipelineWork work;
   for (const PackedBatch& batch : batches) work.inputs.push_back(&batch);
   work.finish = [&](size_t index, const at::Tensor& hidden) {
-    const std::vector<int64_t> rows = own_rows(model, batches[index]);
+    const std::vector<int64_t> rows = places_of_own_rows(model, batches[index]);
     const at::Tensor targets = batches[index].ids.roll(-1).index_select(0, at::tensor(rows, at::kLong));
     const at::Tensor logprobs = model.logprobs(hidden, targets, options).to(at::kFloat).contiguous();
     const auto& [first, sample] = made[index];
