@@ -30,6 +30,7 @@ DataOptions options_of(const Config& config, const DatasetConfig& dataset, const
   o.split_seed = config.data.train.seed;
   o.chat_template_kwargs = config.policy.tokenizer.chat_template_kwargs;
   o.completions = completions;
+  o.repeat = dataset.repeat;
   return o;
 }
 
@@ -45,6 +46,7 @@ Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> to
   if (split) {
     DataOptions held_out = train;
     held_out.split = DataOptions::Split::kValidation;
+    held_out.repeat = config.data.validation.repeat;
     datasets.validation = Dataset::open(held_out, tokenizer);
   } else if (names_data(config.data.validation)) {
     DataOptions validation = options_of(config, config.data.validation, hf_home, completions, false);

@@ -565,6 +565,9 @@ void check_rest(const Config& c, Problems& out) {
     if (!dataset->mixture.empty() && !(dataset->data_path.empty() && dataset->dataset_name.empty()))
       out.push_back({key, "names all sources; leave data_path and dataset_name out, or put them into it"});
   }
+  if (!c.data.train.mixture.empty() && c.data.train.repeat > 1)
+    out.push_back({"data.train.repeat",
+                   "has no meaning beside data.train.mixture, whose weights say how often a source's rows come"});
   if (c.policy.model_name.empty()) out.push_back({"policy.model_name", "is empty; name a folder or a Hub id"});
   if (c.logger.log_dir.empty()) out.push_back({"logger.log_dir", "is empty; name a folder"});
   if (c.checkpointing.enabled && c.checkpointing.checkpoint_dir.empty())

@@ -93,10 +93,10 @@ std::vector<fs::path> files_of_split(const fs::path& folder, const std::string& 
   return nameless;
 }
 
-// A file, a pattern with * or ?, or a folder. Throws Error(kUser).
+// A file, a pattern with * or ?, or a folder; no split: train. Throws Error(kUser).
 std::vector<fs::path> files_at(const std::string& path, const std::string& split) {
   std::error_code ignored;
-  if (fs::is_directory(path, ignored)) return files_of_split(path, split, path);
+  if (fs::is_directory(path, ignored)) return files_of_split(path, split.empty() ? "train" : split, path);
   if (fs::exists(path, ignored)) return {path};
   std::vector<fs::path> found;
   if (path.find_first_of("*?") != std::string::npos) {
@@ -110,9 +110,10 @@ std::vector<fs::path> files_at(const std::string& path, const std::string& split
   fail_user("data: there is no file '" + path + "'");
 }
 
-// Files of a data set of the Hub, known or not. Throws Error(kUser).
-std::vector<fs::path> files_of_dataset(const std::string& name, const std::string& split, const fs::path& hf_home) {
+// Files of a data set of the Hub, known or not; `asked`: its split, where one is named. Throws Error(kUser).
+std::vector<fs::path> files_of_dataset(const std::string& name, const std::string& asked, const fs::path& hf_home) {
   const config::KnownDataset* known = config::find_dataset(name);
+  const std::string split = !asked.empty() ? asked : known ? known->split : "train";
   const std::string id = known ? known->hub_id : name;
   const auto folder = config::is_hub_id(id) ? config::snapshot("datasets", id, hf_home) : std::nullopt;
   if (folder) {

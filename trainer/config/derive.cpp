@@ -54,13 +54,23 @@ bool names_data(const DatasetConfig& dataset) {
   return !dataset.dataset_name.empty() || !dataset.data_path.empty() || !dataset.mixture.empty();
 }
 
-// `both_splits`: a set that is only named brings its own split for validation, as NeMo-RL's v0.3 has it.
-void derive_data(DataConfig& data, bool both_splits) {
+// The split of a data set that names none; of files of one's own it is train, whatever set they are of.
+std::string default_split(const DatasetConfig& dataset) {
+  const auto* known = dataset.data_path.empty() ? config::find_dataset(dataset.dataset_name) : nullptr;
+  return known ? known->split : "train";
+}
+
+// `with_validation`: a set that is only named brings what it is validated on, as NeMo-RL's v0.3 has it.
+void derive_data(DataConfig& data, bool with_validation) {
   const auto* named = config::find_dataset(data.train.dataset_name);
-  if (both_splits && named && data.train.data_path.empty() && data.train.mixture.empty() &&
-      !named->validation_split.empty() && !names_data(data.validation)) {
-    data.validation.dataset_name = data.train.dataset_name;
-    data.validation.split = named->validation_split;
+  if (with_validation && named && data.train.data_path.empty() && data.train.mixture.empty() &&
+      !named->validation_set.empty() && !names_data(data.validation)) {
+    data.validation.dataset_name = named->validation_set;
+    fill_text(data.validation.split, named->validation_split);
+    if (data.validation.repeat == 1) data.validation.repeat = named->validation_repeat;
+  }
+  for (DatasetConfig* dataset : {&data.train, &data.validation}) {
+    if (dataset->mixture.empty()) fill_text(dataset->split, default_split(*dataset));
   }
   if (!names_data(data.validation)) {
     // Held out of the training file, so with its columns.

@@ -165,9 +165,13 @@ const std::map<std::string, std::map<std::string, double>>& known_schedulers();
 
 struct KnownDataset {
   std::string name, hub_id, input_key, output_key;  // the keys as RowLayout has them
-  std::vector<std::string> train_files;             // below the snapshot, where the file is not named for the split
-  std::string system_key;
-  std::string validation_split;  // that v0.3 validates on when the file names only the set; empty: rows held out
+  std::vector<std::string> train_files = {};        // below the snapshot, where the file is not named for the split
+  std::string system_key = {};
+  std::string split = "train";  // where a file names none
+  // What v0.3 validates on when a file names only this set: a known set, its split, how often each row counts. Empty:
+  // rows held out.
+  std::string validation_set = {}, validation_split = {};
+  int64_t validation_repeat = 1;
 };
 const std::vector<KnownDataset>& known_datasets();
 // By Hub id, or by name whatever its case and hyphens; nullptr: unknown.

@@ -20,7 +20,9 @@ namespace trireme::config {
   ("name of the column of golds, or a path: answers.text[0]").from("from the data set, else from its columns");      \
   OURS(data.which.system_key)                                                                                        \
   ("name of a column, or a path, with the system message of each row").from("from the data set, else none");         \
-  KEY(data.which.split)("its name, as the files have it: SPLIT.*, SPLIT-00000-of-00002.*");                          \
+  KEY(data.which.split)                                                                                              \
+  ("its name, as the files have it: SPLIT.*, SPLIT-00000-of-00002.*").from("from the data set, else `train`");       \
+  KEY(data.which.repeat)("times that each row counts, as if its file held it so often").at_least(1);                 \
   KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                                  \
   KEY(data.which.system_prompt_file)("system message of rows without their own").null_default();                     \
   KEY(data.which.env_name)("only this env grades; empty: every enabled one, weighted").null_default()

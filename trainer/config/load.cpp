@@ -189,11 +189,8 @@ class Loader final {
 
   void apply_version_defaults(Node& root) const {
     if (!v03_) return;
-    const Node* algorithm = root.find("algorithm");
-    const bool sft = algorithm && algorithm->text == "sft";
     for (const auto& entry : config::version_defaults()) {
       if (root.at(entry.path)) continue;
-      if (entry.path == "data.shuffle" && sft) continue;
       const Node* section = root.at(entry.path.substr(0, entry.path.rfind('.')));
       if (section && section->kind != Node::Kind::kMap && section->kind != Node::Kind::kNull) continue;
       root.make(entry.path, "compatibility v0.3") = config::parse_yaml(entry.v03, "compatibility v0.3");

@@ -127,8 +127,6 @@ void ignore_runs(std::vector<IgnoredKey>& keys) {
     ignore(keys, section, {"subset"}, "known data sets have one");
     ignore(keys, section, {"download_dir"}, "nothing is downloaded; see data_path");
   }
-  ignore(keys, "data.train.", {"repeat"}, "see grpo.max_num_epochs");
-  ignore(keys, "data.validation.", {"repeat"}, "see grpo.val_num_generations_per_prompt");
   ignore(keys, "data.validation.", {"split_validation_size", "seed"}, kOnce);
   ignore(keys, "data.", {"num_prompts_per_dataloader"}, "see data.use_multiple_dataloader");
   ignore(keys, "data.", {"add_bos", "add_generation_prompt", "add_system_prompt"}, kTemplateDecides);
@@ -357,8 +355,6 @@ const std::vector<VersionDefault>& version_defaults() {
       {"loss_fn.kl_output_clamp_value", "null", "10", "v0.3 does not clamp"},
       {"loss_fn.kl_score_function_gradient", "false", "true",
        "v0.3 detaches the weight of the KL, so that its gradient lacks the score-function part"},
-      {"data.shuffle", "false", "true",
-       "v0.3 takes GRPO's prompts in the order of the file; its SFT shuffles like later versions"},
       {"policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp", "false", "true",
        "v0.3 does not read it, so that its data_parallel_sharding_strategy never counts"},
   };

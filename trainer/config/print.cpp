@@ -99,6 +99,38 @@ std::string columns_of(const config::KnownDataset& known) {
   return "`" + known.input_key + "`, `" + known.output_key + "`" + system;
 }
 
+// "`squad` on `squad`, split `validation`", of each set that has some in v0.3.
+std::string validation_of_sets() {
+  std::vector<std::string> parts;
+  for (const auto& known : config::known_datasets()) {
+    if (known.validation_set.empty()) continue;
+    const std::string times =
+        known.validation_repeat > 1 ? ", " + std::to_string(known.validation_repeat) + " times" : "";
+    parts.push_back("`" + known.name + "` on `" + known.validation_set + "`, split `" + known.validation_split + "`" +
+                    times);
+  }
+  return join(parts, "; ");
+}
+
+// A section of the reference page.
+std::string defaults_by_version() {
+  std::string out =
+      "\n"
+      "## Defaults by version\n"
+      "\n"
+      "Where NeMo-RL's versions differ in what they do when a file says nothing, `compatibility` chooses. It is "
+      "`v0.3` by\n"
+      "itself for a file with `policy.fsdp_offload_enabled`, a key that only v0.3 has, and `main` for all others.\n"
+      "\n"
+      "| key | `v0.3` | `main` | |\n"
+      "|---|---|---|---|\n";
+  for (const auto& entry : config::version_defaults())
+    out += "| `" + entry.path + "` | `" + entry.v03 + "` | `" + entry.main + "` | " + entry.why + " |\n";
+  out += "\nWhere the file only names its data set, `v0.3` validates on data that the set brings:\n" +
+         validation_of_sets() + ".\nIn all other cases rows are held out.\n";
+  return out;
+}
+
 }  // namespace
 
 nlohmann::json to_json(const Config& config) {
@@ -160,18 +192,7 @@ std::string config_reference_markdown() {
     out += "| `" + name + "`" + (field.ours ? " *" : "") + " | " + default_text(field) + " | " + limits_text(field) +
            " | " + field.doc + " |\n";
   }
-  out +=
-      "\n"
-      "## Defaults by version\n"
-      "\n"
-      "Where NeMo-RL's versions differ in what they do when a file says nothing, `compatibility` chooses. It is "
-      "`v0.3` by\n"
-      "itself for a file with `policy.fsdp_offload_enabled`, a key that only v0.3 has, and `main` for all others.\n"
-      "\n"
-      "| key | `v0.3` | `main` | |\n"
-      "|---|---|---|---|\n";
-  for (const auto& entry : config::version_defaults())
-    out += "| `" + entry.path + "` | `" + entry.v03 + "` | `" + entry.main + "` | " + entry.why + " |\n";
+  out += defaults_by_version();
   out += "\n## Other spellings\n\n| key | stands for |\n|---|---|\n";
   for (const auto& alias : config::alias_keys()) {
     std::vector<std::string> targets;
@@ -179,10 +200,11 @@ std::string config_reference_markdown() {
     out += "| `" + alias.path + "` | " + join(targets, ", ") + " |\n";
   }
   out +=
-      "\n## Known data sets\n\nWithout `data_path` they are looked up in the local Hugging Face cache.\n\n| "
-      "dataset_name | Hub id | columns |\n|---|---|---|\n";
+      "\n## Known data sets\n\nWithout `data_path` they are looked up in the local Hugging Face cache. The split "
+      "is that of\na file that names none.\n\n| "
+      "dataset_name | Hub id | columns | split |\n|---|---|---|---|\n";
   for (const auto& known : config::known_datasets()) {
-    out += "| `" + known.name + "` | " + known.hub_id + " | " + columns_of(known) + " |\n";
+    out += "| `" + known.name + "` | " + known.hub_id + " | " + columns_of(known) + " | `" + known.split + "` |\n";
   }
   out +=
       "\n## Schedulers\n\nEntries of `policy.scheduler`, with or without `torch.optim.lr_scheduler.` before the "

@@ -165,6 +165,8 @@ void Dataset::open_file(const std::string& path, size_t source) {
 
 void Dataset::choose_split() {
   const int64_t rows = rows_;
+  TRIREME_CHECK(options_.repeat >= 1 && (options_.repeat == 1 || weights().empty()),
+                "rows of sources with weights come by these, not by repeats");
   const double wanted = options_.split_validation_size;
   if (!(wanted >= 0)) fail_user("split_validation_size must not be negative");
   if (wanted > 0) {
@@ -190,6 +192,8 @@ void Dataset::choose_split() {
       size_ = held;
       break;
   }
+  once_ = size_;
+  size_ *= options_.repeat;
   if (size_ == 0)
     fail_user("the " + std::string(split_name(options_.split)) + " split of " + name() +
               " has no rows: set split_validation_size");
@@ -290,9 +294,10 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
 
 std::optional<PromptExample> Dataset::example(int64_t i) const {
   TRIREME_CHECK(i >= 0 && i < size_, "example " + std::to_string(i) + " of " + std::to_string(size_));
-  int64_t position = i;
-  if (options_.split == DataOptions::Split::kTrain) position = nth_outside(held_out_, i);
-  if (options_.split == DataOptions::Split::kValidation) position = held_out_[static_cast<size_t>(i)];
+  const int64_t row_of_split = i % once_;
+  int64_t position = row_of_split;
+  if (options_.split == DataOptions::Split::kTrain) position = nth_outside(held_out_, row_of_split);
+  if (options_.split == DataOptions::Split::kValidation) position = held_out_[static_cast<size_t>(row_of_split)];
   const auto after = std::upper_bound(parts_.begin(), parts_.end(), position,
                                       [](int64_t p, const Part& part) { return p < part.first; });
   const Part& part = *(after - 1);
@@ -370,6 +375,7 @@ json Dataset::identity() const {
                    {"shuffle", options_.shuffle},
                    {"seed", options_.shuffle ? options_.seed : 0}};
   if (const auto mixed = weights(); !mixed.empty()) identity["weights"] = mixed;
+  if (options_.repeat > 1) identity["repeat"] = options_.repeat;
   return identity;
 }
 

@@ -31,6 +31,7 @@ struct DataOptions : RowLayout, PromptOptions {
   std::vector<DataSource> sources;   // instead of `path`
   int64_t max_total_length = 0;      // tokens of prompt and response, 0: no limit; a prompt that fills it is too long
   double split_validation_size = 0;  // rows held out: a share when < 1, a number of rows when >= 1
+  int64_t repeat = 1;                // times that the split's rows follow each other; not of sources with weights
   int64_t split_seed = 42;           // of the choice of held-out rows
   enum class Split { kAll, kTrain, kValidation } split = Split::kAll;
   nlohmann::json chat_template_kwargs = nlohmann::json::object();
@@ -59,14 +60,15 @@ class Dataset final {
   // before the first step and size() counts valid rows only. Throws Error naming file, line and reason.
   static std::shared_ptr<const Dataset> open(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer);
 
-  int64_t size() const { return size_; }  // rows of the split
+  int64_t size() const { return size_; }  // rows of the split, repeats counted
   // Example `i` of the split, 0 <= i < size(), in the file's order; nothing when its prompt is longer than the limit.
   std::optional<PromptExample> example(int64_t i) const;
 
   const DataOptions& options() const { return options_; }
   const RowSchema& schema() const { return schemas_.front(); }
   int64_t bad_rows() const;
-  // Examples of the split that belong to each source, which follow each other, and the sources' weights (empty: none).
+  // Examples of the split that belong to each source, which follow each other, repeats not counted, and the sources'
+  // weights (empty: none).
   const std::vector<int64_t>& source_sizes() const { return source_sizes_; }
   std::vector<double> weights() const;
   std::string name() const;  // of the first file, for messages
@@ -105,7 +107,7 @@ class Dataset final {
   int64_t rows_ = 0;               // good ones, of all files
   std::vector<int64_t> held_out_;  // rows of the validation split, ascending
   std::vector<int64_t> source_sizes_;
-  int64_t size_ = 0;
+  int64_t once_ = 0, size_ = 0;  // rows of the split, and with repeats
   mutable std::atomic<bool> warned_last_response_{false};
 };
 

@@ -39,6 +39,31 @@ TEST(OpenDatasets, TellsTheDataSetsWhatTheConfigurationSays) {
   EXPECT_THROW(strict.train->example(1), Error);
 }
 
+TEST(OpenDatasets, RowsAreRepeatedWhereTheConfigurationSaysSo) {
+  const TemporaryDirectory dir;
+  make_byte_tokenizer(dir.path() / "model");
+  write_file_atomic(dir.path() / "d.jsonl", "{\"q\": \"one\", \"a\": \"1\"}\n{\"q\": \"two\", \"a\": \"2\"}\n");
+  Config config;
+  for (DatasetConfig* dataset : {&config.data.train, &config.data.validation}) {
+    dataset->data_path = (dir.path() / "d.jsonl").string();
+    dataset->input_key = "q";
+    dataset->output_key = "a";
+  }
+  config.data.validation.repeat = 16;
+  derive_defaults(config);
+  const auto tokenizer = Tokenizer::load(dir.path() / "model");
+  Datasets datasets = open_datasets(config, tokenizer, dir.path(), /*completions=*/false);
+  EXPECT_EQ(datasets.train->size(), 2);
+  EXPECT_EQ(datasets.validation->size(), 32);
+  config.data.validation = {};  // rows held out
+  config.data.validation.repeat = 5;
+  config.data.train.split_validation_size = 1;
+  derive_defaults(config);
+  datasets = open_datasets(config, tokenizer, dir.path(), /*completions=*/false);
+  EXPECT_EQ(datasets.train->size(), 1);
+  EXPECT_EQ(datasets.validation->size(), 5);
+}
+
 TEST(OpenDatasets, SquadsRowsAsItsNameSays) {
   const TemporaryDirectory dir;
   make_byte_tokenizer(dir.path() / "model");

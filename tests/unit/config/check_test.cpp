@@ -550,6 +550,13 @@ TEST_F(Hub, ShardsAndSplitsByTheirRealNames) {
   };
   EXPECT_THAT(names("train"), ElementsAre("train-00000-of-00002.parquet", "train-00001-of-00002.parquet"));
   EXPECT_THAT(names("train_1M"), ElementsAre("train_1M-00000-of-00001.parquet"));
+  EXPECT_THAT(names(""), ElementsAre("train_1M-00000-of-00001.parquet")) << "the set's own";
+  DatasetConfig mixed;
+  mixed.mixture = {"1 OpenMathInstruct-2", "1 OpenMathInstruct-2:train"};
+  EXPECT_EQ(resolve_dataset(mixed, home_.path()).at(0).files.size(), 1u);
+  EXPECT_EQ(resolve_dataset(mixed, home_.path()).at(1).files.size(), 2u);
+  mixed.split = "train";
+  EXPECT_EQ(resolve_dataset(mixed, home_.path()).at(0).files.size(), 2u);
   EXPECT_THAT(error_of([&] { names("train_2M"); }), HasSubstr("has no split 'train_2M'; it has train, train_1M"));
 }
 

@@ -101,8 +101,8 @@ TEST(RecipeText, FilesOfV03MeanWhatV03Means) {
   EXPECT_FALSE(v03.loss_fn.kl_output_clamp_value.has_value());
   EXPECT_TRUE(v03.grpo.biased_group_std);
   EXPECT_FALSE(v03.loss_fn.kl_score_function_gradient);
-  EXPECT_FALSE(v03.data.shuffle);
-  EXPECT_TRUE(load_config("tests/data/recipes/v03_sft.yaml").data.shuffle);  // its SFT shuffles
+  EXPECT_TRUE(v03.data.shuffle);  // its loader does not, but its data sets come shuffled
+  EXPECT_EQ(v03.data.train.split, "train_1M");
   const Config later = load_config("tests/data/recipes/main_grpo.yaml", {}, nullptr, no_variables);
   EXPECT_EQ(later.compatibility, "main");
   EXPECT_EQ(later.loss_fn.kl_input_clamp_value, 20.0);
@@ -112,7 +112,7 @@ TEST(RecipeText, FilesOfV03MeanWhatV03Means) {
   EXPECT_EQ(
       load_config_text("loss_fn: {kl_input_clamp_value: 7}\n", {"compatibility=v0.3"}).loss_fn.kl_input_clamp_value,
       7.0);
-  EXPECT_TRUE(load_config_text("data: {shuffle: true}\n", {"compatibility=v0.3"}).data.shuffle);
+  EXPECT_FALSE(load_config_text("data: {shuffle: false}\n", {"compatibility=v0.3"}).data.shuffle);
   EXPECT_EQ(load_config("tests/data/recipes/v03_grpo.yaml", {"compatibility=main"}).loss_fn.kl_output_clamp_value,
             10.0);
   EXPECT_EQ(load_config("tests/data/recipes/v03_grpo.yaml", {"compatibility=null"}).compatibility, "v0.3");
@@ -146,6 +146,50 @@ TEST(RecipeText, SquadIsKnownByNameWithBothItsSplits) {
   EXPECT_EQ(dapo.data.train.input_key, "prompt[0].content");
   EXPECT_EQ(dapo.data.validation.output_key, "reward_model.ground_truth");
   EXPECT_EQ(refusal(dapo), "");
+}
+
+// In every version; of files of one's own, whatever set they are of, it is train.
+TEST(RecipeText, ASplitThatIsNotNamedIsTheSetsOwn) {
+  const auto split_of = [](const std::string& keys) {
+    return load_config_text("data: {train: {" + keys + "}}\n").data.train.split;
+  };
+  EXPECT_EQ(split_of("dataset_name: OpenMathInstruct-2"), "train_1M");
+  EXPECT_EQ(split_of("dataset_name: nvidia/OpenMathInstruct-2"), "train_1M");
+  EXPECT_EQ(split_of("dataset_name: OpenMathInstruct-2, split: train"), "train");
+  EXPECT_EQ(split_of("dataset_name: OpenMathInstruct-2, data_path: rows"), "train");
+  EXPECT_EQ(split_of("dataset_name: gsm8k"), "train");
+  EXPECT_EQ(split_of("dataset_name: org/rows"), "train");
+  EXPECT_EQ(split_of("data_path: rows.jsonl"), "train");
+  EXPECT_EQ(split_of("mixture: [1 OpenMathInstruct-2]"), "") << "of each source its own";
+  const Config mixed = load_config_text("data: {train: {mixture: [1 OpenMathInstruct-2]}}\n");
+  EXPECT_EQ(load_config_text(to_yaml(mixed)).data.train.split, "");
+  EXPECT_EQ(load_config_text("data: {dataset_name: OpenMathInstruct-2}\n", {"compatibility=v0.3"}).data.train.split,
+            "train_1M");
+}
+
+// Of v0.3: AIME 2024, each problem 16 times. Later versions' files say so themselves.
+TEST(RecipeText, DeepScalerIsValidatedOnAimeInV03) {
+  const Config v03 = load_config_text("data: {dataset_name: DeepScaler}\n", {"compatibility=v0.3"});
+  EXPECT_EQ(refusal(v03), "");
+  EXPECT_EQ(v03.data.validation.dataset_name, "AIME2024");
+  EXPECT_EQ(v03.data.validation.split, "train");
+  EXPECT_EQ(v03.data.validation.repeat, 16);
+  EXPECT_EQ(v03.data.validation.input_key, "problem");
+  EXPECT_EQ(v03.data.train.repeat, 1);
+  EXPECT_EQ(load_config_text(to_yaml(v03)).data.validation.repeat, 16);
+  const Config own =
+      load_config_text("data: {dataset_name: DeepScaler, val_data_path: a.jsonl}\n", {"compatibility=v0.3"});
+  EXPECT_EQ(own.data.validation.dataset_name, "");
+  EXPECT_EQ(own.data.validation.repeat, 1);
+  EXPECT_EQ(load_config_text("data: {train: {dataset_name: DeepScaler}}\n").data.validation.dataset_name, "");
+  std::vector<std::string> warnings;
+  const Config later = load_config_text(
+      "data: {train: {dataset_name: DeepScaler}, validation: {dataset_name: AIME2024, repeat: 16}}\n", {}, &warnings);
+  EXPECT_TRUE(warnings.empty());
+  EXPECT_EQ(refusal(later), "");
+  EXPECT_EQ(later.data.validation.repeat, 16);
+  EXPECT_THAT(load_error("data: {train: {mixture: [1 gsm8k], repeat: 2}}\n"),
+              HasSubstr("data.train.repeat: has no meaning beside data.train.mixture"));
 }
 
 TEST(RecipeText, StagesUnderV03ShareTheOptimizerWhateverTheStrategySays) {

@@ -10,6 +10,7 @@
 #include <zstd.h>
 
 #include <fstream>
+#include <map>
 #include <set>
 #include <thread>
 
@@ -602,6 +603,28 @@ TEST_F(DatasetTest, SplitIsAPartition) {
   options.split_validation_size = 0;
   options.split = DataOptions::Split::kValidation;
   EXPECT_THAT(open_error(options), HasSubstr("validation split of"));
+}
+
+TEST_F(DatasetTest, RepeatedRowsComeSoOftenInEachEpoch) {
+  DataOptions options = raw(write("d.jsonl", rows(10)));
+  const std::string plain = PromptStream(options, tokenizer_).state()["data"].dump();
+  options.repeat = 3;
+  PromptStream stream(options, tokenizer_);
+  ASSERT_EQ(stream.size(), 30);
+  EXPECT_NE(stream.state()["data"].dump(), plain);
+  std::map<int64_t, int> seen;
+  for (const int64_t index : indices(&stream, 30)) ++seen[index];
+  EXPECT_EQ(seen.size(), 10u);
+  for (const auto& [index, times] : seen) EXPECT_EQ(times, 3) << index;
+  // Of a split its rows, all of them before the first comes again.
+  options.split_validation_size = 4;
+  options.split = DataOptions::Split::kValidation;
+  const std::shared_ptr<const Dataset> held = Dataset::open(options, tokenizer_);
+  ASSERT_EQ(held->size(), 12);
+  for (int64_t i = 0; i < 4; ++i) {
+    for (const int64_t later : {i + 4, i + 8}) EXPECT_EQ(held->example(later)->index, held->example(i)->index);
+    EXPECT_NE(held->example(i)->index, held->example(i + 1)->index);
+  }
 }
 
 TEST_F(DatasetTest, CompletionsOfPairs) {
