@@ -4,6 +4,8 @@
 #   docker build --target trainer  -t docker.io/trireme/trainer:0.1.0-cuda --build-arg PRESET=cuda .
 # The operator is for amd64 and arm64, the trainer (LibTorch's wheel) for amd64:
 #   docker buildx build --platform linux/amd64,linux/arm64 --target operator -t ... --push .
+# There the build runs emulated. By a cross compiler, and tried by qemu (make images-arm64, which makes this folder):
+#   docker buildx build --platform linux/arm64 --build-arg PREBUILT=build/image/arm64 --target operator -t ... --push .
 # BASE: Debian 12 or Ubuntu 24.04. BASE_DIGEST: sha256:... of it (docker buildx imagetools inspect debian:12-slim); with
 #   RELEASE=1 a base without one is refused:
 #   docker build --build-arg RELEASE=1 --build-arg BASE_DIGEST=sha256:... --target operator ...

@@ -1,11 +1,11 @@
 # The commands people type. Each does its own set-up and says what it is doing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-gpu sanitize quickstart operator parity chart images test-cluster \
-  test-scale lint site clean
+.PHONY: help setup build test test-gpu sanitize quickstart operator parity chart images images-arm64 \
+  test-cluster test-scale lint site clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 setup:  ## install the packages, Rust and LibTorch that the build needs
 	@scripts/setup.sh cpu
@@ -40,6 +40,9 @@ chart:  ## lint, render and test the Helm chart, its rules and boards (builds he
 
 images: build  ## check what goes into the images, and their SBOMs, without a registry
 	@scripts/check_images.sh
+
+images-arm64:  ## cross-build the operator for arm64, check its image's files and SBOM, run it by qemu (TESTS=api)
+	@scripts/check_arm64.sh
 
 test-cluster: build  ## test operator and trainer on a real Kubernetes on this machine (root, Go; builds it once)
 	@tests/e2e/run.sh

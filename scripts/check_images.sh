@@ -37,7 +37,7 @@ edit() {
 for kind in operator trainer; do
   case $kind in operator) program=operator/cli/trireme-operator ;; trainer) program=trainer/cli/trireme ;; esac
   if [ ! -x "$ROOT/build/$preset/$program" ]; then
-    [ "$kind/$preset" = trainer/operator ] ||
+    [[ $kind/$preset == trainer/operator* ]] ||
       die "build/$preset/$program is not built: scripts/build.sh $preset $(basename "$program")"
     continue
   fi
@@ -45,6 +45,11 @@ for kind in operator trainer; do
   say "$kind"
   check "image_files.sh $kind" "$ROOT/scripts/image_files.sh" "$kind" "$preset" "$tree"
   check "the bill of the $kind's image" "$sbom" check "$tree"
+  machine=$(readelf -h /proc/self/exe | sed -n 's/^ *Machine: *//p')
+  [[ $preset != *-arm64 ]] || machine=AArch64
+  check "every program and library of the $kind's image is for $machine" bash -c \
+    '[ "$(find "$1" -type f -exec readelf -h {} + 2>/dev/null | sed -n "s/^ *Machine: *//p" | sort -u)" = "$2" ]' - \
+    "$tree" "$machine"
   cp "$tree/$bill" "$work/first"
   check "the same tree has the same bill" bash -c '"$1" make "$2" "$3" "$4" && cmp "$4/$5" "$6"' - "$sbom" $kind \
     "$preset" "$tree" $bill "$work/first"

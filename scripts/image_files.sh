@@ -2,7 +2,7 @@
 # image_files.sh operator|trainer PRESET DEST: collects what an image holds over its base: the program of build/PRESET,
 # and every shared library it needs but the C library (which must be the base's), with the metadata and licences of the
 # packages and wheels they come from, where scanners of images look for them; and the bill of materials of all that
-# (sbom.py), checked.
+# (sbom.py), checked. Of a preset for another machine libraries, records and licences are those of its sysroot.
 #   IMAGE_BASE  the base image, to be written into the bill
 . "$(dirname "$0")/lib.sh"
 [ $# = 3 ] || die "usage: image_files.sh operator|trainer PRESET DEST"
@@ -12,6 +12,12 @@ case $1 in
   *) die "image_files.sh: '$1' is neither operator nor trainer" ;;
 esac
 [ -x "$program" ] || die "$program is not built: scripts/build.sh $2 $(basename "$program")"
+sysroot="" strip=strip
+case $2 in
+  *-arm64)
+    sysroot=$(realpath "$ROOT/build/deps/arm64") strip=aarch64-linux-gnu-strip
+    export DPKG_ADMINDIR=$sysroot/var/lib/dpkg ;;
+esac
 dest=$3
 rm -rf "$dest"
 libs=$dest/usr/local/lib/trireme
@@ -22,17 +28,17 @@ mkdir -p "$dest/usr/local/bin" "$libs" "$dest/etc/ld.so.conf.d" "$dest/usr/share
 # one, by a link, which slim images leave out: then it is that of one of its source that it depends on.
 copyright_folder() {
   local name=${1%%:*} source mate
-  if [ -L "/usr/share/doc/$name" ]; then readlink "/usr/share/doc/$name"; return; fi
-  if [ -e "/usr/share/doc/$name/copyright" ]; then echo "$name"; return; fi
+  if [ -L "$sysroot/usr/share/doc/$name" ]; then readlink "$sysroot/usr/share/doc/$name"; return; fi
+  if [ -e "$sysroot/usr/share/doc/$name/copyright" ]; then echo "$name"; return; fi
   source=$(dpkg-query -W -f '${source:Package}' "$1")
   for mate in $(dpkg-query -W -f '${Depends}' "$1" | tr ',|' '\n\n' | awk '{print $1}'); do
     [ "$(dpkg-query -W -f '${source:Package}' "$mate" 2>/dev/null)" != "$source" ] ||
-      [ ! -e "/usr/share/doc/$mate/copyright" ] || {
+      [ ! -e "$sysroot/usr/share/doc/$mate/copyright" ] || {
       echo "$mate"
       return
     }
   done
-  die "/usr/share/doc/$name/copyright is missing: this system's dpkg leaves licences out"
+  die "$sysroot/usr/share/doc/$name/copyright is missing: this system's dpkg leaves licences out"
 }
 # keep_package NAME: its record as dpkg has it (read by scanners from status.d, which dpkg itself does not use) and its
 # copyright file.
@@ -45,13 +51,14 @@ keep_package() {
     ln -s "$folder" "$dest/usr/share/doc/$name"
     keep_package "$folder"
   else
-    install -D -m 644 "/usr/share/doc/$name/copyright" "$dest/usr/share/doc/$name/copyright"
+    install -D -m 644 "$sysroot/usr/share/doc/$name/copyright" "$dest/usr/share/doc/$name/copyright"
   fi
 }
 # keep_package_of FILE: dpkg knows it by the path it was installed under, /lib/... or /usr/lib/....
 keep_package_of() {
   local real path owner
   real=$(realpath "$1")
+  real=${real#"$sysroot"}
   for path in "$real" "${real#/usr}" "/usr$real"; do
     owner=$(dpkg-query -S "$path" 2>/dev/null | grep -v '^diversion' | head -1) || true
     [ -z "$owner" ] || { keep_package "${owner%: /*}"; return; }
@@ -67,8 +74,25 @@ keep_wheel() {
   cp -R "$1/METADATA" "$1/licenses" "$to/"
 }
 
-install -s "$program" "$dest/usr/local/bin/"
-libraries=$(ldd "$program")
+# foreign_libraries FILE: what ldd says of a program that cannot run here: "NAME => PATH" of all that it needs, but for
+# the loader, which is the base's.
+foreign_libraries() {
+  local waiting=("$1") seen=" " name path
+  while [ ${#waiting[@]} -gt 0 ]; do
+    set -- "${waiting[@]}"
+    waiting=("${@:2}")
+    for name in $(readelf -d "$1" | sed -n 's/.*(NEEDED).*\[\(.*\)\]$/\1/p'); do
+      case $seen$name in *" $name "*|*" ld-linux"*) continue ;; esac
+      seen+="$name "
+      path=$(find -L "$sysroot/usr/lib" -maxdepth 2 -name "$name" -print -quit)
+      echo "$name => ${path:-not found}"
+      [ -z "$path" ] || waiting+=("$path")
+    done
+  done
+}
+
+install -s --strip-program=$strip "$program" "$dest/usr/local/bin/"
+if [ -n "$sysroot" ]; then libraries=$(foreign_libraries "$program"); else libraries=$(ldd "$program"); fi
 # A driver's library (libcuda.so.1) comes from the node; anything else must be there.
 missing=$(awk '/not found/ && $1 !~ /^lib(cuda|nvidia-ml)\.so/ {print $1}' <<<"$libraries")
 [ -z "$missing" ] || die "$(basename "$program") needs libraries that are not there:" $missing

@@ -4,6 +4,10 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 CACHE=${TRIREME_CACHE:-$HOME/.cache/trireme}
 export PATH="$HOME/.cargo/bin:/usr/local/go/bin:$PATH"
 
+# Debian and Ubuntu packages of the libraries that a build needs.
+LIBRARIES="nlohmann-json3-dev prometheus-cpp-dev libyaml-cpp-dev libgtest-dev libgmock-dev libspdlog-dev libfmt-dev \
+libcli11-dev libssl-dev zlib1g-dev libzstd-dev libre2-dev"
+
 say() { printf '==> %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 

@@ -115,8 +115,9 @@ def os_release():
     return {key: value.strip('"') for key, _, value in (line.partition("=") for line in lines)}
 
 
-def debian(root, claims):
-    """Components of ROOT's status.d, and who has which content: {md5: bom-ref}. claims: whose metadata lies where."""
+def debian(root, claims, dpkg):
+    """Components of ROOT's status.d, and who has which content: {md5: bom-ref}. claims: whose metadata lies where.
+    dpkg: the database of the packages."""
     system = os_release()
     components, owners = [], collections.defaultdict(set)
     for path in sorted((root / STATUS).glob("*")):
@@ -132,7 +133,7 @@ def debian(root, claims):
             claims[CERTIFICATES] = purl
         properties = [("linkage", "compiled in")] if name.endswith("-dev") else []
         components.append(component(name, version, purl, licences_of_copyright(copyright_file), properties=properties))
-        sums = [pathlib.Path(f"/var/lib/dpkg/info/{name}{suffix}.md5sums") for suffix in ("", ":" + architecture)]
+        sums = [dpkg / f"info/{name}{suffix}.md5sums" for suffix in ("", ":" + architecture)]
         for line in "".join(file.read_text() for file in sums if file.exists()).splitlines():
             owners[line.split("  ", 1)[0]].add(purl)
     return components, owners
@@ -255,7 +256,8 @@ def make(kind, preset, root):
     program = PROGRAMS[kind]
     version = re.search(r"project\(trireme VERSION (\S+)", (SOURCE / "CMakeLists.txt").read_text()).group(1)
     claims, by_sha256 = {}, {}
-    components, by_md5 = debian(root, claims)
+    of_sysroot = SOURCE / "build/deps/arm64" if preset.endswith("-arm64") else pathlib.Path("/")
+    components, by_md5 = debian(root, claims, of_sysroot / "var/lib/dpkg")
     components += vendored(root, kind, claims)
     if kind == "trainer":
         taken, by_sha256 = wheels(root, preset, claims)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# setup.sh cpu|cuda|operator: everything a build needs on this machine. Safe to run again; does only what is missing.
+# setup.sh cpu|cuda|operator|operator-arm64: everything a build needs on this machine. Safe to run again; does only what
+# is missing.
 . "$(dirname "$0")/lib.sh"
 flavour=${1:-cpu}
 RUST_WANTED=1.85
@@ -9,9 +10,7 @@ RUSTUP=1.28.2
 RUST_TAKEN=1.95.0
 
 need_packages build-essential cmake ninja-build ccache pkg-config git curl ca-certificates unzip procps python3 \
-  python3-pip \
-  nlohmann-json3-dev prometheus-cpp-dev libyaml-cpp-dev libgtest-dev libgmock-dev libspdlog-dev libfmt-dev \
-  libcli11-dev libssl-dev zlib1g-dev libzstd-dev libre2-dev
+  python3-pip $LIBRARIES
 
 have=$(cargo --version 2>/dev/null | awk '{print $2}' || true)
 if [ -z "$have" ] || ! version_at_least "$have" "$RUST_WANTED"; then
@@ -34,4 +33,10 @@ if [ -z "$have" ] || ! version_at_least "$have" "$RUST_WANTED"; then
   rm -r "$(dirname "$installer")"
 fi
 
-[ "$flavour" = operator ] || "$ROOT/scripts/get_torch.sh" "$flavour"
+case $flavour in
+  operator) ;;
+  operator-arm64)
+    need_packages g++-aarch64-linux-gnu
+    "$ROOT/scripts/get_sysroot.sh" arm64 ;;
+  *) "$ROOT/scripts/get_torch.sh" "$flavour" ;;
+esac
