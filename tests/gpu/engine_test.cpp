@@ -19,6 +19,7 @@
 
 #include "base/fs.h"
 #include "base/subprocess.h"
+#include "tests/unit/model/split_models.h"
 #include "trainer/algorithms/reference_stream.h"
 #include "trainer/batch/micro_batch.h"
 #include "trainer/model/model.h"
@@ -694,6 +695,36 @@ TEST(Engine, AnyNumberOfTokensInTheVocabulary) {
 }
 
 // Start-up's test with what it left out: biases, and more rows than 4,096, as a micro-batch has.
+// Held with zeros behind them: equal bits, and the answer of the host, which holds none.
+TEST(Engine, WidthsThatAreNoMultipleOf8) {
+  for (const ModelFamily family : {ModelFamily::kQwen3, ModelFamily::kQwen2, ModelFamily::kLlama}) {
+    ModelConfig config = config_of(family);
+    config.hidden_size = 1020;
+    config.intermediate_size = 3003;
+    config.num_layers = 2;
+    const auto model = gpu_model(config, /*trainable=*/true);
+    ASSERT_EQ(model->local().hidden, 1024);
+    ASSERT_EQ(model->local().intermediate, 3008);
+    Model cpu(config, ModelOptions());
+    Communicator alone;
+    DistributedAdamW optimizer(*model, alone, {});
+    for (int step = 0; step < 2; ++step) {
+      const Packed packed = pack(generate(*model, {}, sampling_options(), requests({5, 300, 129}, 8, 7 + step)));
+      const at::Tensor logprobs = logprobs_of_the_loss(*model, packed, sampling_options().logprob_options());
+      EXPECT_EQ(0, differing(logprobs, packed.expected)) << to_string(family) << ", step " << step;
+      {
+        const at::NoGradGuard no_grad;
+        for (const Parameter& p : model->parameters()) cpu.find(p.name)->tensor.detach().copy_(p.tensor.detach());
+        const at::Tensor wanted = logprobs_of_the_loss(cpu, packed, sampling_options().logprob_options());
+        EXPECT_LE((logprobs.to(at::kCPU) - wanted).abs().mean().item<double>(), 0.03) << to_string(family);
+      }
+      logprobs.mean().neg().backward();
+      EXPECT_GT(optimizer.step(1e-3, 0.1, 1.0).grad_norm, 0.0);
+      EXPECT_TRUE(testing::rest_is_zero(*model, model->flat_parameters())) << to_string(family) << ", step " << step;
+    }
+  }
+}
+
 TEST(Linear, TheStartUpTestCoversBiasesAndTheRowsOfAMicroBatch) {
   const at::Device device = choose_device("cuda", 0);
   ModelConfig config = config_of(ModelFamily::kQwen2);

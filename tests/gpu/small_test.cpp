@@ -414,7 +414,7 @@ void exchange_step(LoneRank& self, const std::vector<at::Tensor>& parts) {
                    normed = at::empty_like(x);
   self.others_send(parts);
   cuda::exchange_add_rms_norm(self.view(), elements(x), elements(parts[static_cast<size_t>(rank)]), elements(weight),
-                              1e-6f, rows, width, elements_of(sum), elements_of(normed), LoneRank::stream(),
+                              1e-6f, {rows, width, width}, elements_of(sum), elements_of(normed), LoneRank::stream(),
                               /*early=*/false);
   const NormResult expected = add_rms_norm(x, summed(parts), weight, 1e-6);
   EXPECT_TRUE(equal_bits(sum, expected.sum));

@@ -129,12 +129,12 @@ bool rows_are_exact(const Model& model, const Config& config, ParallelContext& c
       products_are_exact(model.config(), model.local(), options.dtype, options.device, most_rows_of_a_pass(config));
   std::optional<std::string> exchanges;
   if (options.tensor != nullptr) {
-    exchanges = exchange_problem(*options.tensor, model.config().hidden_size,
+    exchanges = exchange_problem(*options.tensor, model.local().hidden,
                                  at::TensorOptions().dtype(options.dtype).device(options.device));
   }
   if (options.links != nullptr) {
-    const auto rows = options.links->problem(model.config().hidden_size,
-                                             at::TensorOptions().dtype(options.dtype).device(options.device));
+    const auto rows =
+        options.links->problem(model.local().hidden, at::TensorOptions().dtype(options.dtype).device(options.device));
     if (!exchanges) exchanges = rows;
   }
   if (exchanges) log_warn("parallel", *exchanges);

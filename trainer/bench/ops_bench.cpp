@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "topology/combine_blocks.h"
 #include "trainer/bench/work.h"
+#include "trainer/model/parameter_layout.h"
 #include "trainer/ops/expert_rows.h"
 #include "trainer/ops/experts.h"
 #include "trainer/ops/ops.h"
@@ -24,12 +25,21 @@ constexpr double kCacheBytes = 256e6;
 constexpr int64_t kMostCopies = 16;
 constexpr int64_t kAdamLayers = 2;
 
+// Widths as a model holds them there.
+ModelConfig held_on(const Target& target) {
+  ModelConfig config = target.config;
+  if (!target.device.is_cuda()) return config;
+  config.hidden_size = padded_width(config.hidden_size);
+  config.intermediate_size = padded_width(config.intermediate_size);
+  return config;
+}
+
 class OpsBench final {
  public:
   OpsBench(const OpsBenchOptions& options, std::ostream& out)
       : options_(options),
         target_(resolve(options.common)),
-        c_(target_.config),
+        c_(held_on(target_)),
         ceilings_(measure_ceilings(target_.device, target_.dtype)),
         out_(out),
         element_(real(target_.element_bytes)),
@@ -285,7 +295,7 @@ class OpsBench final {
 
   const OpsBenchOptions& options_;
   const Target target_;
-  const ModelConfig& c_;
+  const ModelConfig c_;
   const Ceilings ceilings_;
   std::ostream& out_;
   const double element_;

@@ -60,7 +60,7 @@ ShardPlan weights_of(const Model& model) {
       tensors.emplace_back(parameter.name, at::empty(parameter.shape, options));
   } else {
     for (const Parameter& parameter : model.parameters())
-      tensors.emplace_back(parameter.name, parameter.tensor.detach());
+      tensors.emplace_back(parameter.name, parameter.tensor.detach().contiguous());
   }
   return plan_shards(tensors, SaveOptions{}.max_shard_bytes);
 }

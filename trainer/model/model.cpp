@@ -103,6 +103,12 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
   if (!options.trainable || options.sharding.gradients) options_.lends_gradients = false;
   split_ = options.split ? *options.split : whole_model(config);
   local_ = local_shape(config.shape(), split_);
+  options_.pad_widths = options_.pad_widths || options_.device.is_cuda();
+  if (options_.pad_widths) {
+    local_.hidden = padded_width(local_.hidden);
+    local_.intermediate = padded_width(local_.intermediate);
+  }
+  TRIREME_CHECK(config.num_experts == 0 || counted() == 0, "experts have kernels for hidden sizes of their own");
   TRIREME_CHECK(split_.pp == (options.links == nullptr ? 1 : options.links->stages()),
                 "a model of several pipeline stages needs the links between them");
   TRIREME_CHECK(split_.tp == (options.tensor == nullptr ? 1 : options.tensor->size()),
@@ -129,7 +135,7 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
 Model::~Model() = default;
 
 void Model::allocate_parameters() {
-  ParameterLayout layout = parameter_layout(config_, split_, options_.freeze_router);
+  ParameterLayout layout = parameter_layout(config_, split_, options_.freeze_router, options_.pad_widths);
   const int64_t total = layout.elements + layout.frozen_elements;
   trained_elements_ = layout.elements;
   alike_elements_ = layout.alike_elements;
@@ -139,7 +145,7 @@ void Model::allocate_parameters() {
   const auto options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
   // Behind the last one there is room for the rows by which the head's number becomes a multiple of 8 (kHeadRows); no
   // part of the buffer: never trained, sampled or saved. A tied head has the layers behind it.
-  const int64_t more = (kHeadRows - local_.vocab % kHeadRows) % kHeadRows * config_.hidden_size;
+  const int64_t more = (kHeadRows - local_.vocab % kHeadRows) % kHeadRows * local_.hidden;
   const at::ScalarType of_gradients = options_.gradient_dtype.value_or(options_.dtype);
   if (options_.sharding.any()) {
     units_ = std::make_unique<ShardedUnits>(options_.sharding, ShardedUnits::Shape{.layout = layout,
@@ -172,7 +178,7 @@ void Model::allocate_parameters() {
     static_cast<PlacedParameter&>(parameter) = std::move(placed);
     parameter.trainable = options_.trainable && !parameter.frozen;
     parameter.decay = parameter.slice.shape.size() > 1;
-    parameter.tensor = leaf(parameter.offset, parameter.shape(), parameter.trainable);
+    parameter.tensor = leaf(parameter.offset, parameter.held, parameter.trainable, parameter.shape());
   }
 }
 
@@ -202,17 +208,22 @@ int64_t Model::lent_bytes() const {
 }
 
 // A leaf over the flat buffers from element `offset` on.
-at::Tensor Model::leaf(int64_t offset, const std::vector<int64_t>& shape, bool trainable) const {
+at::Tensor Model::leaf(int64_t offset, const std::vector<int64_t>& held, bool trainable,
+                       const std::vector<int64_t>& shape) const {
   int64_t size = 1;
-  for (const int64_t extent : shape) size *= extent;
-  const auto slice = [&](const at::Tensor& flat) { return flat.narrow(0, offset, size).view(shape).detach(); };
-  at::Tensor tensor = options_.sharding.weights ? units_->weights(offset, shape).detach()
-                      : options_.releasable     ? values_.view(offset, shape).detach()
-                                                : slice(flat_parameters_);
+  for (const int64_t extent : held) size *= extent;
+  const auto slice = [&](const at::Tensor& flat) { return flat.narrow(0, offset, size).view(held); };
+  const auto without_padding = [&](at::Tensor whole) {
+    for (size_t d = 0; d < shape.size(); ++d) whole = whole.narrow(static_cast<int64_t>(d), 0, shape[d]);
+    return whole.detach();
+  };
+  at::Tensor tensor = without_padding(options_.sharding.weights ? units_->weights(offset, held)
+                                      : options_.releasable     ? values_.view(offset, held)
+                                                                : slice(flat_parameters_));
   if (trainable) {
     tensor.set_requires_grad(true);
     tensor.set_grad_dtype(flat_gradients_.scalar_type());
-    tensor.mutable_grad() = units_ ? units_->gradients(offset, shape).detach() : slice(flat_gradients_);
+    tensor.mutable_grad() = without_padding(units_ ? units_->gradients(offset, held) : slice(flat_gradients_));
   }
   return tensor;
 }
@@ -225,8 +236,8 @@ void Model::bind_layers() {
     const Parameter* end = find(last);
     if (begin == nullptr) return at::Tensor();
     const int64_t elements = end->offset + end->size - begin->offset;
-    if (begin->tensor.dim() == 1) return leaf(begin->offset, {elements}, begin->trainable);
-    const int64_t in = begin->tensor.size(1);
+    if (begin->held.size() == 1) return leaf(begin->offset, {elements}, begin->trainable);
+    const int64_t in = begin->held[1];
     return leaf(begin->offset, {elements / in, in}, begin->trainable);
   };
   const ModelShape shape = config_.shape();
@@ -240,32 +251,30 @@ void Model::bind_layers() {
     const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
     Layer layer;
     layer.number = i;
-    layer.input_norm = tensor(at + "input_layernorm.weight");
-    layer.post_norm = tensor(at + "post_attention_layernorm.weight");
+    layer.input_norm = held(at + "input_layernorm.weight");
+    layer.post_norm = held(at + "post_attention_layernorm.weight");
     layer.qkv = block(attention + "q_proj.weight", attention + "v_proj.weight");
     layer.qkv_bias = block(attention + "q_proj.bias", attention + "v_proj.bias");
-    layer.o = tensor(attention + "o_proj.weight");
-    layer.o_bias = tensor(attention + "o_proj.bias");
-    layer.q_norm = tensor(attention + "q_norm.weight");
-    layer.k_norm = tensor(attention + "k_norm.weight");
+    layer.o = held(attention + "o_proj.weight");
+    layer.o_bias = held(attention + "o_proj.bias");
+    layer.q_norm = held(attention + "q_norm.weight");
+    layer.k_norm = held(attention + "k_norm.weight");
     if (shape.has_experts(i)) {
       const auto name = [&](int64_t expert, ExpertMatrix matrix) { return at + expert_name(shape, expert, matrix); };
       const int64_t first = split_.experts.begin, last = split_.experts.end - 1;
-      layer.experts.router = tensor(at + router_name(shape));
+      layer.experts.router = held(at + router_name(shape));
       layer.experts.gate_up = block(name(first, ExpertMatrix::kGate), name(last, ExpertMatrix::kUp));
       layer.experts.down = block(name(first, ExpertMatrix::kDown), name(last, ExpertMatrix::kDown));
     }
     layer.gate_up = block(mlp + "gate_proj.weight", mlp + "up_proj.weight");
     layer.gate_up_bias = block(mlp + "gate_proj.bias", mlp + "up_proj.bias");
-    layer.down = tensor(mlp + "down_proj.weight");
-    layer.down_bias = tensor(mlp + "down_proj.bias");
+    layer.down = held(mlp + "down_proj.weight");
+    layer.down_bias = held(mlp + "down_proj.bias");
     layers_.push_back(std::move(layer));
   }
-  embedding_ = tensor("model.embed_tokens.weight");
-  final_norm_ = tensor("model.norm.weight");
-  head_ = config_.value_head            ? tensor("score.weight")
-          : config_.tie_word_embeddings ? embedding_
-                                        : tensor("lm_head.weight");
+  embedding_ = held("model.embed_tokens.weight");
+  final_norm_ = held("model.norm.weight");
+  head_ = config_.value_head ? held("score.weight") : config_.tie_word_embeddings ? embedding_ : held("lm_head.weight");
 }
 
 void Model::share_head() {
@@ -285,10 +294,11 @@ const Parameter* Model::find(const std::string& name) const {
   return found == by_name_.end() ? nullptr : &parameters_[found->second];
 }
 
-const at::Tensor& Model::tensor(const std::string& name) const {
-  static const at::Tensor none;
+at::Tensor Model::held(const std::string& name) const {
   const Parameter* parameter = find(name);
-  return parameter != nullptr ? parameter->tensor : none;
+  if (parameter == nullptr) return {};
+  const bool padded = parameter->held != parameter->shape();
+  return padded ? leaf(parameter->offset, parameter->held, parameter->trainable) : parameter->tensor;
 }
 
 const at::Tensor& Model::head_weight() const { return head_; }
@@ -452,8 +462,8 @@ at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& conte
 // Where each rank has all rows the last product's sum over ranks is still to come: it is this norm's first step.
 NormResult Model::next_norm(const Residual& x, const at::Tensor& scale, const Context& context) const {
   if (context.whole_rows() && x.delta.defined())
-    return sum_add_rms_norm(*options_.tensor, x.sum, x.delta, scale, config_.rms_norm_eps);
-  return add_rms_norm(x.sum, x.delta, scale, config_.rms_norm_eps);
+    return sum_add_rms_norm(*options_.tensor, x.sum, x.delta, scale, config_.rms_norm_eps, counted());
+  return add_rms_norm(x.sum, x.delta, scale, config_.rms_norm_eps, counted());
 }
 
 // What goes to the next piece: one addition, rounded once, add_rms_norm's sum, of every tp-th part of the rows.
@@ -492,16 +502,20 @@ Residual Model::run_layer_again(int64_t index, const NormResult& input, const Co
   const Layer& layer = layers_[static_cast<size_t>(index)];
   return layer_again(
       input, layer.qkv, [this, index, context](const NormResult& x) { return run_layer(index, x, context, Again()); },
-      [this, scale = layer.input_norm](const at::Tensor& sum) { return rms_norm(sum, scale, config_.rms_norm_eps); });
+      [this, scale = layer.input_norm](const at::Tensor& sum) {
+        return rms_norm(sum, scale, config_.rms_norm_eps, counted());
+      });
 }
 
 // h = x + attention(norm(x)); y = h + mlp(norm(h)), whose sum is left to the norm behind it.
 Residual Model::run_layer(int64_t index, const NormResult& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  const double eps = config_.rms_norm_eps;
-  const at::Tensor attended = attention(index, normed(x, layer.input_norm, eps, again.norms), context);
+  const auto input = [&](const NormResult& norm, const at::Tensor& scale) {
+    return normed(norm, scale, config_.rms_norm_eps, counted(), again.norms);
+  };
+  const at::Tensor attended = attention(index, input(x, layer.input_norm), context);
   const NormResult h = next_norm({x.sum, attended}, layer.post_norm, context);
-  return {h.sum, mlp(index, normed(h, layer.post_norm, eps, again.norms), context, again)};
+  return {h.sum, mlp(index, input(h, layer.post_norm), context, again)};
 }
 
 at::Tensor Model::attention(int64_t index, const Activation& x, const Context& context) const {

@@ -66,7 +66,7 @@ struct CachedBatch {
 
 // A named slice of the flat buffers.
 struct Parameter : PlacedParameter {
-  at::Tensor tensor;  // a leaf; a view of flat_parameters(); requires_grad when trainable
+  at::Tensor tensor;  // [shape()], a leaf; a view of flat_parameters() without padding; requires_grad when trainable
   bool trainable = true;
   bool decay = true;  // false for norms and biases (one-dimensional): no weight decay
 };
@@ -82,8 +82,10 @@ struct ModelOptions {
   std::optional<at::ScalarType> gradient_dtype;
   // Routers of experts: no gradients and no optimizer state (policy.megatron_cfg.freeze_moe_router).
   bool freeze_router = true;
-  bool wide_router = true;              // their logits are summed in float64 (moe_router_dtype fp64), else in float32
-  int64_t combine_blocks = 0;           // ExpertShape's; 0: derived
+  bool wide_router = true;     // their logits are summed in float64 (moe_router_dtype fp64), else in float32
+  int64_t combine_blocks = 0;  // ExpertShape's; 0: derived
+  // Hidden sizes and MLP widths that are no multiple of 8 are held padded (padded_width). Always so on CUDA.
+  bool pad_widths = false;
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
   // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, `links`: those of
   // split->pp stages, `experts` that of the split->ep x etp ranks that share each layer's experts, null where it is
@@ -139,7 +141,7 @@ class Model final {
 
   const ModelConfig& config() const { return config_; }
   const ModelOptions& options() const { return options_; }
-  // Sizes of what this rank holds: whoever sizes tensors asks these, not the configuration's.
+  // Sizes of what this rank holds, padding included: whoever sizes tensors asks these, not the configuration's.
   const LocalShape& local() const { return local_; }
   // In how many blocks a layer's experts are combined, where there are any.
   int64_t expert_blocks() const;
@@ -149,7 +151,7 @@ class Model final {
   // For the forward passes that follow. More layers than there are: all.
   void set_recompute(const Recompute& recompute) { recompute_ = recompute; }
 
-  // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is
+  // Hidden states after the final norm [tokens, local().hidden]. Differentiable when grad mode is on and the model is
   // trainable. Split over tensor ranks: the same tokens and the same result on all of them; between products a rank has
   // every tp-th part of the rows only (sequence parallel), but in passes against an arena: there each has all rows, and
   // one exchange does for two; each part of the rows goes through a mixture's experts on its own rank. Gradients of
@@ -254,8 +256,12 @@ class Model final {
   void allocate_parameters();
   void bind_layers();
   void share_head();
-  const at::Tensor& tensor(const std::string& name) const;  // undefined when the configuration has no such parameter
-  at::Tensor leaf(int64_t offset, const std::vector<int64_t>& shape, bool trainable) const;
+  at::Tensor held(const std::string& name) const;  // with its padding; undefined when there is no such parameter
+  // `held`: its shape in the flat buffers; `shape`: what of it, from the first elements on; empty: all.
+  at::Tensor leaf(int64_t offset, const std::vector<int64_t>& held, bool trainable,
+                  const std::vector<int64_t>& shape = {}) const;
+  // Elements of a hidden state that a norm counts; 0: all.
+  int64_t counted() const { return local_.hidden == config_.hidden_size ? 0 : config_.hidden_size; }
   at::Tensor embed_rows(const at::Tensor& ids, const Context& context) const;
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;

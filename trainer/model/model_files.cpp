@@ -141,11 +141,6 @@ void require_cuda_kernels(const ModelConfig& config, const std::string& source, 
     if (config.num_experts > 512 || config.experts_per_token > 16)
       refuse("there are kernels for up to 512 experts and 16 of them a token");
   }
-  for (const auto& [key, width] :
-       {std::pair{"hidden_size", config.hidden_size}, std::pair{"intermediate_size", config.intermediate_size}}) {
-    if (width % 8 != 0)
-      refuse(std::string(key) + " " + std::to_string(width) + " is no multiple of 8, which the kernels on CUDA need");
-  }
 }
 
 namespace {
@@ -235,7 +230,9 @@ void save_model(const Model& model, const std::filesystem::path& dir, const Save
   TRIREME_CHECK(!model.options().split, "a split model is saved by its checkpoints");
   save_model_description(model, dir, options);
   NamedTensors tensors;
-  for (const Parameter& parameter : model.parameters()) tensors.emplace_back(parameter.name, parameter.tensor.detach());
+  for (const Parameter& parameter : model.parameters()) {
+    tensors.emplace_back(parameter.name, parameter.tensor.detach().contiguous());
+  }
   write_sharded(dir, tensors, options.max_shard_bytes, options.dtype.value_or(model.options().dtype));
 }
 
@@ -252,11 +249,12 @@ void init_parameters(Model& model, uint64_t seed) {
     const int64_t columns = target.size(1), stride = slice.shape[1];
     const int64_t row0 = slice.dimension == 0 ? slice.range.begin : 0;
     const int64_t column0 = slice.dimension == 1 ? slice.range.begin : 0;
-    at::Tensor values = at::empty({parameter.size}, at::kFloat);
+    const int64_t elements = target.numel();  // without padding
+    at::Tensor values = at::empty({elements}, at::kFloat);
     auto* value = values.mutable_data_ptr<float>();
     const uint64_t id = hash64(parameter.name);
     const double range = model.config().initializer_range;
-    parallel_tasks(parameter.size, 4096, [&](int64_t begin, int64_t end) {
+    parallel_tasks(elements, 4096, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t place = (row0 + i / columns) * stride + column0 + i % columns;
         value[i] = static_cast<float>(range * philox_normal(seed, id, static_cast<uint64_t>(place)));

@@ -1,6 +1,11 @@
 #include "trainer/model/parameter_layout.h"
 
+#include <algorithm>
+#include <functional>
+#include <initializer_list>
+#include <numeric>
 #include <optional>
+#include <utility>
 
 #include "base/text.h"
 
@@ -9,12 +14,13 @@ namespace {
 
 class Placing final {
  public:
-  Placing(const ModelConfig& config, const ModelSplit& split, bool freeze_router)
+  Placing(const ModelConfig& config, const ModelSplit& split, bool freeze_router, bool padded)
       : config_(config),
         shape_(config.shape()),
         split_(split),
         alike_first_(split.tp > 1),
-        freeze_router_(freeze_router) {}
+        freeze_router_(freeze_router),
+        padded_(padded) {}
 
   ParameterLayout run() {
     if (alike_first_) {
@@ -51,10 +57,27 @@ class Placing final {
     for (const std::string& name : block) {
       const std::optional<ParameterSlice> slice = parameter_slice(shape_, split_, name);
       if (!slice) continue;
-      layout_.parameters.push_back({name, *slice, layout_.elements, slice->elements()});
-      layout_.elements += layout_.parameters.back().size;
+      PlacedParameter placed{.name = name, .slice = *slice, .offset = layout_.elements, .held = {}};
+      placed.held = held_shape(name, placed.shape());
+      placed.size = std::accumulate(placed.held.begin(), placed.held.end(), int64_t{1}, std::multiplies<>());
+      layout_.elements += placed.size;
+      layout_.parameters.push_back(std::move(placed));
     }
     layout_.elements = (layout_.elements + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
+  }
+
+  // Hidden states and what lies between an MLP's products are rows of padded widths. Experts have none.
+  std::vector<int64_t> held_shape(const std::string& name, std::vector<int64_t> shape) const {
+    if (!padded_ || name.find(".experts.") != std::string::npos) return shape;
+    const auto any_of = [&](std::initializer_list<const char*> ends) {
+      return std::any_of(ends.begin(), ends.end(), [&](const char* end) { return ends_with(name, end); });
+    };
+    if (shape.size() == 2 && !ends_with(name, ".o_proj.weight")) shape[1] = padded_width(shape[1]);
+    if (any_of({".o_proj.weight", ".o_proj.bias", ".mlp.gate_proj.weight", ".mlp.gate_proj.bias", ".mlp.up_proj.weight",
+                ".mlp.up_proj.bias", ".mlp.down_proj.weight", ".mlp.down_proj.bias", "layernorm.weight",
+                "model.norm.weight"}))
+      shape[0] = padded_width(shape[0]);
+    return shape;
   }
 
   // Norms, trained routers and a value model's head.
@@ -129,7 +152,7 @@ class Placing final {
   const ModelConfig& config_;
   const ModelShape shape_;
   const ModelSplit& split_;
-  const bool alike_first_, freeze_router_;
+  const bool alike_first_, freeze_router_, padded_;
   ParameterLayout layout_;
 };
 
@@ -141,8 +164,8 @@ std::vector<int64_t> PlacedParameter::shape() const {
   return own;
 }
 
-ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router) {
-  return Placing(config, split, freeze_router).run();
+ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router, bool padded) {
+  return Placing(config, split, freeze_router, padded).run();
 }
 
 }  // namespace trireme

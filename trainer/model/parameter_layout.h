@@ -15,12 +15,17 @@ namespace trireme {
 // every dtype) and has no gaps inside; gaps behind it hold zeros for ever.
 inline constexpr int64_t kParameterAlignment = 64;
 
+// Kernels on CUDA take rows of a multiple of 8 elements. A hidden size or an MLP's width that is none is held with
+// zeros behind it, up to a width that our kernels for few rows take too.
+inline constexpr int64_t padded_width(int64_t width) { return width % 8 == 0 ? width : (width + 63) / 64 * 64; }
+
 struct PlacedParameter {
   std::string name;                    // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
   ParameterSlice slice;                // the whole model's shape, and what of it this rank holds
   int64_t offset = 0;                  // first element in the flat buffers
-  int64_t size = 0;                    // elements
+  int64_t size = 0;                    // elements there, padding included
   bool frozen = false;                 // has no gradient and no optimizer state
+  std::vector<int64_t> held;           // shape there: shape(), or padded_width of hidden sizes and of MLP widths
   std::vector<int64_t> shape() const;  // of what this rank holds
 };
 
@@ -39,7 +44,9 @@ struct ParameterLayout {
   std::vector<int64_t> layer_begins;
   std::vector<Range> expert_layers;  // of each layer, what lies behind split_experts; nothing: experts are not apart
 };
-ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router = true);
+// `padded`: widths that are no multiple of 8 are padded, whose elements are zeros for ever, as in gaps.
+ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router = true,
+                                 bool padded = false);
 
 // Of a model on one rank.
 inline ModelSplit whole_model(const ModelConfig& config) { return model_split(config.shape(), {}, 0); }

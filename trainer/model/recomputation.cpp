@@ -50,10 +50,10 @@ class RecomputeFunction final : public torch::autograd::Function<RecomputeFuncti
 
 }  // namespace
 
-Activation normed(const NormResult& norm, const at::Tensor& scale, double eps, bool again) {
+Activation normed(const NormResult& norm, const at::Tensor& scale, double eps, int64_t counted, bool again) {
   if (!again) return {norm.normed, {}};
   // The norm of a sum has the bits that add_rms_norm gave it.
-  return {norm.normed, [sum = norm.sum.detach(), scale, eps] { return rms_norm(sum, scale, eps); }};
+  return {norm.normed, [sum = norm.sum.detach(), scale, eps, counted] { return rms_norm(sum, scale, eps, counted); }};
 }
 
 Activation activated(const at::Tensor& gate_up, bool again) {

@@ -22,8 +22,8 @@ struct Activation {
   std::function<at::Tensor()> again;
 };
 
-// The norm that `norm` holds, of weight `scale`.
-Activation normed(const NormResult& norm, const at::Tensor& scale, double eps, bool again);
+// The norm that `norm` holds, of weight `scale` and so many counted elements (rms_norm).
+Activation normed(const NormResult& norm, const at::Tensor& scale, double eps, int64_t counted, bool again);
 Activation activated(const at::Tensor& gate_up, bool again);  // swiglu_halves
 at::Tensor product(const Activation& x, const at::Tensor& weight, const at::Tensor& bias);
 

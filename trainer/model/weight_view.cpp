@@ -11,7 +11,7 @@ WeightView weight_view(const Model& model) {
   view.layout = hash64("");
   for (const Parameter& parameter : model.parameters()) {
     std::string place = parameter.name + "@" + std::to_string(parameter.offset);
-    for (const int64_t extent : parameter.shape()) place += "x" + std::to_string(extent);
+    for (const int64_t extent : parameter.held) place += "x" + std::to_string(extent);
     view.layout = hash64(place + ";", view.layout);
   }
   return view;

@@ -27,8 +27,9 @@ bool built();  // whether this program has CUDA; not whether the machine has a G
 
 // With autograd. Widths: rms_norm and add_rms_norm multiples of 8 from 64 to 16,384, the others multiples of 8;
 // head_dim 64, 128 or 256.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
-NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps);
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, int64_t counted = 0);
+NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps,
+                        int64_t counted = 0);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 at::Tensor swiglu_halves(const at::Tensor& gate_up);
 

@@ -29,7 +29,8 @@ void check_qkv(const char* op, const at::Tensor& qkv, const at::Tensor& q_norm, 
 
 }  // namespace
 
-NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps) {
+NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps,
+                        int64_t counted) {
   require_supported("add_rms_norm", x);
   require_same("add_rms_norm", x, weight, "weight");
   TRIREME_CHECK(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1),
@@ -38,9 +39,10 @@ NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::
     require_same("add_rms_norm", x, delta, "delta");
     TRIREME_CHECK(delta.sizes() == x.sizes(), "add_rms_norm: x and delta must have the same shape");
   }
-  if (x.is_cuda()) return cuda::add_rms_norm(x, delta, weight, eps);
+  TRIREME_CHECK(counted >= 0 && counted <= x.size(-1), "add_rms_norm: more elements count than there are");
+  if (x.is_cuda()) return cuda::add_rms_norm(x, delta, weight, eps, counted);
   const at::Tensor sum = delta.defined() ? x + delta : x;
-  return {sum, trireme::rms_norm(sum, weight, eps)};
+  return {sum, trireme::rms_norm(sum, weight, eps, counted)};
 }
 
 at::Tensor swiglu_halves(const at::Tensor& gate_up) {

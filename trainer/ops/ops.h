@@ -53,8 +53,10 @@ LinearMode choose_linear_mode(const std::vector<LinearShape>& shapes, at::Scalar
 
 // ---- row-local ops ------------------------------------------------------------------------------------------------
 
-// x [..., width] * rsqrt(mean(x^2) + eps) * weight [width], statistics in float32 (float64 for float64).
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+// x [..., width] * rsqrt(mean(x^2) + eps) * weight [width], statistics in float32 (float64 for float64). Of padded rows
+// the mean is over the first `counted` elements (0: all); the others, and the weight's, are zeros, and so are their
+// results and gradients.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, int64_t counted = 0);
 
 // silu(gate) * up, all [tokens, width].
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
@@ -96,13 +98,14 @@ at::Tensor rope(const at::Tensor& x, const at::Tensor& table);
 
 // ---- a layer's fused steps: one kernel each on CUDA, compositions of the ops above on CPU ------------------------
 
-// sum = x + delta rounded to the dtype (delta undefined: sum is x), normed = rms_norm(sum, weight). x, delta
-// [tokens, width].
+// sum = x + delta rounded to the dtype (delta undefined: sum is x), normed = rms_norm(sum, weight, eps, counted). x,
+// delta [tokens, width].
 struct NormResult {
   at::Tensor sum;
   at::Tensor normed;
 };
-NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps);
+NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps,
+                        int64_t counted = 0);
 
 // gate_up [tokens, 2 * width], gate in the first half of a row -> silu(gate) * up [tokens, width].
 at::Tensor swiglu_halves(const at::Tensor& gate_up);

@@ -26,9 +26,10 @@ int64_t grain_rows(int64_t width) { return std::max<int64_t>(1, kGrainElements /
 // ---- rms_norm
 
 // y, and 1 / rms of every row.
-std::pair<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& x, const at::Tensor& weight, double eps) {
+std::pair<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& x, const at::Tensor& weight, double eps,
+                                                   int64_t counted) {
   const at::Tensor in = for_compute(x), scale = for_compute(weight);
-  at::Tensor out = at::empty_like(in);
+  at::Tensor out = counted == in.size(-1) ? at::empty_like(in) : at::zeros_like(in);
   const int64_t width = in.size(-1), rows = width == 0 ? 0 : in.numel() / width;
   at::Tensor inv = at::empty({rows}, in.options());
   with_compute_type(x, [&](auto zero) {
@@ -39,7 +40,7 @@ std::pair<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& x, const at
     T* invs = inv.mutable_data_ptr<T>();
     parallel_tasks(rows, grain_rows(width), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        invs[r] = cpu_kernels<T>().rms_norm(from + r * width, w, static_cast<T>(eps), to + r * width, width);
+        invs[r] = cpu_kernels<T>().rms_norm(from + r * width, w, static_cast<T>(eps), to + r * width, counted);
       }
     });
   });
@@ -48,9 +49,11 @@ std::pair<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& x, const at
 
 class RmsNormFunction final : public torch::autograd::Function<RmsNormFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, double eps) {
-    auto [y, inv] = rms_norm_forward(x, weight, eps);
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, double eps,
+                            int64_t counted) {
+    auto [y, inv] = rms_norm_forward(x, weight, eps, counted);
     context->save_for_backward({x, weight, inv});
+    context->saved_data["counted"] = counted;
     return y;
   }
 
@@ -59,11 +62,11 @@ class RmsNormFunction final : public torch::autograd::Function<RmsNormFunction> 
     const at::Tensor x = for_compute(saved[0]), weight = for_compute(saved[1]), inv = saved[2],
                      dy = for_compute(grads[0]);
     const bool weight_too = context->needs_input_grad(1);
-    const int64_t width = x.size(-1), rows = inv.size(0);
+    const int64_t width = x.size(-1), rows = inv.size(0), counted = context->saved_data["counted"].toInt();
     // The weight's gradient is summed over fixed blocks of rows, so that it does not depend on the number of threads.
     constexpr int64_t kBlock = 256;
     const int64_t blocks = (rows + kBlock - 1) / kBlock;
-    at::Tensor dx = at::empty_like(x);
+    at::Tensor dx = counted == width ? at::empty_like(x) : at::zeros_like(x);
     at::Tensor partial = at::zeros({weight_too ? std::max<int64_t>(blocks, 1) : 0, width}, x.options());
     with_compute_type(x, [&](auto zero) {
       using T = decltype(zero);
@@ -77,7 +80,7 @@ class RmsNormFunction final : public torch::autograd::Function<RmsNormFunction> 
         for (int64_t block = begin; block < end; ++block) {
           for (int64_t r = block * kBlock; r < std::min(rows, (block + 1) * kBlock); ++r) {
             cpu_kernels<T>().rms_norm_backward(px + r * width, pw, pdy + r * width, pinv[r], pdx + r * width,
-                                               weight_too ? sums + block * width : nullptr, width);
+                                               weight_too ? sums + block * width : nullptr, counted);
           }
         }
       });
@@ -86,7 +89,7 @@ class RmsNormFunction final : public torch::autograd::Function<RmsNormFunction> 
     });
     at::Tensor dweight;
     if (weight_too) dweight = partial.select(0, 0).to(saved[1].scalar_type());
-    return {dx.to(saved[0].scalar_type()), dweight, at::Tensor()};
+    return {dx.to(saved[0].scalar_type()), dweight, at::Tensor(), at::Tensor()};
   }
 };
 
@@ -222,13 +225,15 @@ class RopeFunction final : public torch::autograd::Function<RopeFunction> {
 
 }  // namespace
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, int64_t counted) {
   require_supported("rms_norm", x);
   require_same("rms_norm", x, weight, "weight");
   TRIREME_CHECK(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1), "rms_norm: weight must be [width]");
-  if (x.is_cuda()) return cuda::rms_norm(x, weight, eps);
-  if (wants_grad(x) || wants_grad(weight)) return RmsNormFunction::apply(x, weight, eps);
-  return rms_norm_forward(x, weight, eps).first;
+  TRIREME_CHECK(counted >= 0 && counted <= x.size(-1), "rms_norm: more elements count than there are");
+  if (x.is_cuda()) return cuda::rms_norm(x, weight, eps, counted);
+  if (counted == 0) counted = x.size(-1);
+  if (wants_grad(x) || wants_grad(weight)) return RmsNormFunction::apply(x, weight, eps, counted);
+  return rms_norm_forward(x, weight, eps, counted).first;
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {

@@ -503,7 +503,9 @@ std::vector<StatePiece> DistributedAdamW::own_pieces(const OwnedElements& part) 
     const int64_t begin = std::max(slice.at, part.at), end = std::min(slice.at + slice.size, part.at + part.size);
     if (begin < end) runs.push_back({slice.begin + begin - slice.at, end - begin, begin - part.at});
   }
-  return state_pieces(parameter_layout(model_.config(), model_.split(), model_.options().freeze_router), runs);
+  const ModelOptions& options = model_.options();
+  return state_pieces(parameter_layout(model_.config(), model_.split(), options.freeze_router, options.pad_widths),
+                      runs);
 }
 
 TensorFile DistributedAdamW::saved() const {
@@ -540,13 +542,14 @@ std::vector<StatePiece> pieces_by_place(const std::map<std::string, std::string>
 // The first element of a piece, in its slice, that no copy reaches; nothing: all are there.
 std::optional<int64_t> first_missing(const StatePiece& piece, std::vector<StateCopy> copies) {
   std::sort(copies.begin(), copies.end(), [](const StateCopy& a, const StateCopy& b) { return a.to < b.to; });
-  int64_t next = piece.at;
+  int64_t next = piece.first;
   for (const StateCopy& copy : copies) {
-    if (copy.to > next) break;
-    next = std::max(next, copy.to + copy.count);
+    const int64_t element = element_at(piece, copy.to);
+    if (element > next) break;
+    next = std::max(next, element + copy.count);
   }
-  if (next >= piece.at + piece.count) return std::nullopt;
-  return piece.first + next - piece.at;
+  if (next >= piece.first + piece.count) return std::nullopt;
+  return next;
 }
 
 }  // namespace

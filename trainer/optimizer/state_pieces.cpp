@@ -1,6 +1,8 @@
 #include "trainer/optimizer/state_pieces.h"
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
 #include "base/error.h"
 
@@ -27,6 +29,45 @@ bool is_whole(const std::vector<int64_t>& shape, const StatePiece& piece) {
   return piece.range == Range{0, shape[static_cast<size_t>(piece.dimension)]};
 }
 
+// Elements behind `element` of its row that lie one after another, itself counted.
+int64_t left_in_row(const StatePiece& piece, int64_t element) {
+  return piece.pitch == 0 ? std::numeric_limits<int64_t>::max() : piece.row - element % piece.row;
+}
+
+// Of the slice's elements as they lie in the flat buffer, padding among them.
+int64_t position_of(const StatePiece& piece, int64_t element) {
+  return piece.pitch == 0 ? element : element / piece.row * piece.pitch + element % piece.row;
+}
+
+// Of a parameter, those of the elements [begin, end) of its part of the flat buffer that are no padding.
+StatePiece piece_of(const PlacedParameter& parameter, int64_t begin, int64_t end) {
+  const std::vector<int64_t> shape = parameter.shape();
+  const bool matrix = shape.size() > 1;
+  const int64_t rows = matrix ? shape[0] : 1, row = shape.back(), pitch = parameter.held.back();
+  const auto before = [&](int64_t position) {  // elements
+    const int64_t full = position / pitch;
+    return full >= rows ? rows * row : full * row + std::min(position % pitch, row);
+  };
+  StatePiece piece{.parameter = parameter.name,
+                   .dimension = parameter.slice.dimension,
+                   .range = parameter.slice.range,
+                   .first = before(begin),
+                   .count = before(end) - before(begin)};
+  if (matrix && row != pitch) piece.row = row, piece.pitch = pitch;
+  piece.at = position_of(piece, piece.first) - begin;
+  return piece;
+}
+
+// As one with the copy before it where that ends in both places.
+void add_copy(std::vector<StateCopy>& copies, const StateCopy& copy) {
+  StateCopy* before = copies.empty() ? nullptr : &copies.back();
+  if (before != nullptr && before->from + before->count == copy.from && before->to + before->count == copy.to) {
+    before->count += copy.count;
+  } else {
+    copies.push_back(copy);
+  }
+}
+
 StatePiece whole_along(const std::vector<int64_t>& shape, StatePiece piece, int64_t dimension) {
   piece.dimension = dimension;
   piece.range = {0, shape[static_cast<size_t>(dimension)]};
@@ -35,6 +76,15 @@ StatePiece whole_along(const std::vector<int64_t>& shape, StatePiece piece, int6
 
 }  // namespace
 
+int64_t place_of(const StatePiece& piece, int64_t element) {
+  return piece.at + position_of(piece, element) - position_of(piece, piece.first);
+}
+
+int64_t element_at(const StatePiece& piece, int64_t place) {
+  const int64_t position = place - piece.at + position_of(piece, piece.first);
+  return piece.pitch == 0 ? position : position / piece.pitch * piece.row + position % piece.pitch;
+}
+
 std::vector<StatePiece> state_pieces(const ParameterLayout& layout, const std::vector<OwnedRun>& runs) {
   std::vector<StatePiece> pieces;
   for (const OwnedRun& run : runs) {
@@ -42,12 +92,9 @@ std::vector<StatePiece> state_pieces(const ParameterLayout& layout, const std::v
       const int64_t begin = std::max(run.begin, parameter.offset);
       const int64_t end = std::min(run.begin + run.size, parameter.offset + parameter.size);
       if (begin >= end) continue;
-      pieces.push_back({.parameter = parameter.name,
-                        .dimension = parameter.slice.dimension,
-                        .range = parameter.slice.range,
-                        .first = begin - parameter.offset,
-                        .count = end - begin,
-                        .at = run.at + begin - run.begin});
+      StatePiece piece = piece_of(parameter, begin - parameter.offset, end - parameter.offset);
+      piece.at += run.at + begin - run.begin;
+      if (piece.count > 0) pieces.push_back(std::move(piece));
     }
   }
   return pieces;
@@ -76,14 +123,12 @@ std::vector<StateCopy> common_state(const std::vector<int64_t>& shape, const Sta
     const Range there = columns(from, saved), here = columns(to, wanted);
     const int64_t begin = std::max(there.begin, here.begin), end = std::min(there.end, here.end);
     if (begin >= end) continue;
-    const StateCopy copy{.from = saved.at + row * from.width() + begin - from.begin - saved.first,
-                         .to = wanted.at + row * to.width() + begin - to.begin - wanted.first,
-                         .count = end - begin};
-    StateCopy* before = copies.empty() ? nullptr : &copies.back();
-    if (before != nullptr && before->from + before->count == copy.from && before->to + before->count == copy.to) {
-      before->count += copy.count;
-    } else {
-      copies.push_back(copy);
+    for (int64_t column = begin; column < end;) {
+      const int64_t of_saved = row * from.width() + column - from.begin,
+                    of_wanted = row * to.width() + column - to.begin;
+      const int64_t count = std::min({end - column, left_in_row(saved, of_saved), left_in_row(wanted, of_wanted)});
+      add_copy(copies, {place_of(saved, of_saved), place_of(wanted, of_wanted), count});
+      column += count;
     }
   }
   return copies;
@@ -94,6 +139,7 @@ nlohmann::json to_json(const std::vector<StatePiece>& pieces) {
   for (const StatePiece& piece : pieces) {
     list.push_back(
         {piece.parameter, piece.dimension, piece.range.begin, piece.range.end, piece.first, piece.count, piece.at});
+    if (piece.pitch > 0) list.back().insert(list.back().end(), {piece.row, piece.pitch});
   }
   return list;
 }
@@ -107,7 +153,11 @@ std::vector<StatePiece> state_pieces_from_json(const nlohmann::json& json) {
                         .range = {one.at(2).get<int64_t>(), one.at(3).get<int64_t>()},
                         .first = one.at(4).get<int64_t>(),
                         .count = one.at(5).get<int64_t>(),
-                        .at = one.at(6).get<int64_t>()});
+                        .at = one.at(6).get<int64_t>(),
+                        .row = one.size() > 7 ? one.at(7).get<int64_t>() : 0,
+                        .pitch = one.size() > 7 ? one.at(8).get<int64_t>() : 0});
+      const StatePiece& piece = pieces.back();
+      if (piece.pitch != 0 && (piece.row < 1 || piece.pitch < piece.row)) fail_data("padded rows that overlap");
     }
   } catch (const nlohmann::json::exception& error) {
     fail_data(std::string("no list of pieces of optimizer state: ") + error.what());

@@ -19,14 +19,20 @@ struct StatePiece {
   Range range;  // of the whole parameter's `dimension`
   int64_t first = 0, count = 0;
   int64_t at = 0;  // of the first one in the state's tensors
+  // Where the rank's rows are padded: elements of one, and how far one begins behind the other in the state's tensors.
+  // 0: elements follow each other.
+  int64_t row = 0, pitch = 0;
 };
+// Where in the state's tensors element `element` of the slice lies, and back.
+int64_t place_of(const StatePiece& piece, int64_t element);
+int64_t element_at(const StatePiece& piece, int64_t place);
 
 // A run of a rank's flat buffer that its state holds, and where.
 struct OwnedRun {
   int64_t begin = 0, size = 0;
   int64_t at = 0;
 };
-// In the order of the runs; the gaps between parameters belong to no piece.
+// In the order of the runs; gaps between parameters, and padding, belong to no piece.
 std::vector<StatePiece> state_pieces(const ParameterLayout& layout, const std::vector<OwnedRun>& runs);
 
 struct StateCopy {

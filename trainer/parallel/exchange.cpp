@@ -233,12 +233,12 @@ at::Tensor sum_rows(Communicator& group, const at::Tensor& partial) {
 }
 
 NormResult sum_add_rms_norm(Communicator& group, const at::Tensor& x, const at::Tensor& partial,
-                            const at::Tensor& weight, double eps) {
+                            const at::Tensor& weight, double eps, int64_t counted) {
   PeerExchange* peers = group.size() > 1 ? peers_for(group, partial) : nullptr;
   if (peers == nullptr || !in_one_step(group, partial, true))
-    return add_rms_norm(x, sum_rows(group, partial), weight, eps);
+    return add_rms_norm(x, sum_rows(group, partial), weight, eps, counted);
   const at::NoGradGuard no_grad;
-  return over_memory(group, "sum of rows", [&] { return peers->sum_add_rms_norm(x, partial, weight, eps); });
+  return over_memory(group, "sum of rows", [&] { return peers->sum_add_rms_norm(x, partial, weight, eps, counted); });
 }
 
 at::Tensor whole_rows(Communicator& group, const at::Tensor& columns) {

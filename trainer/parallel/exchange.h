@@ -47,7 +47,7 @@ at::Tensor sum_rows(Communicator& group, const at::Tensor& partial);
 
 // sum_rows and add_rms_norm with the result as delta; one launch over peer memory, with the same bits. No autograd.
 NormResult sum_add_rms_norm(Communicator& group, const at::Tensor& x, const at::Tensor& partial,
-                            const at::Tensor& weight, double eps);
+                            const at::Tensor& weight, double eps, int64_t counted = 0);
 
 // Of a matrix whose columns are split: [size * n, width], each rank's own columns of all rows -> [n, size * width], the
 // own rows whole; and back. No autograd.

@@ -31,8 +31,9 @@ class PeerExchange final {
   at::Tensor gather(const at::Tensor& own);           // [n, ...] -> [size * n, ...]
   at::Tensor scatter_sum(const at::Tensor& partial);  // [size * n, ...] -> own [n, ...]
   at::Tensor sum(const at::Tensor& partial);          // [n, ...] -> [n, ...] on all, in one step
-  // sum() and add_rms_norm with it as delta, in one launch: [n, width].
-  NormResult sum_add_rms_norm(const at::Tensor& x, const at::Tensor& partial, const at::Tensor& weight, double eps);
+  // sum() and add_rms_norm with it as delta, of so many counted elements (0: all), in one launch: [n, width].
+  NormResult sum_add_rms_norm(const at::Tensor& x, const at::Tensor& partial, const at::Tensor& weight, double eps,
+                              int64_t counted);
   // Columns to rows and back: [size * n, width] of each rank's own columns -> own rows [n, size * width]. `columns` may
   // have a row stride that is a multiple of 8.
   at::Tensor whole_rows(const at::Tensor& columns);

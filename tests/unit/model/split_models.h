@@ -24,11 +24,25 @@ inline void fill(Model& model) {
   const at::NoGradGuard no_grad;
   for (Parameter& parameter : model.parameters()) {
     if (parameter.tensor.dim() != 1) continue;
-    for (int64_t i = 0; i < parameter.size; ++i) {
+    for (int64_t i = 0; i < parameter.tensor.numel(); ++i) {
       parameter.tensor[i] +=
           0.2 * philox_normal(5, hash64(parameter.name), static_cast<uint64_t>(parameter.slice.range.begin + i));
     }
   }
+}
+
+// Whether a flat buffer of `model` holds zeros wherever no parameter lies.
+inline bool rest_is_zero(const Model& model, const at::Tensor& flat) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor rest = flat.detach().clone();
+  for (const Parameter& parameter : model.parameters()) {
+    if (parameter.offset >= flat.size(0)) continue;  // a frozen one has no gradient
+    at::Tensor own = rest.narrow(0, parameter.offset, parameter.size).view(parameter.held);
+    const std::vector<int64_t> shape = parameter.shape();
+    for (size_t d = 0; d < shape.size(); ++d) own = own.narrow(static_cast<int64_t>(d), 0, shape[d]);
+    own.zero_();
+  }
+  return rest.eq(0).all().item<bool>();
 }
 
 inline at::Tensor part_of(const Parameter& parameter, const at::Tensor& whole) {

@@ -55,7 +55,7 @@ inline std::unique_ptr<Model> small_model(ModelFamily family, bool tied = false,
   const at::NoGradGuard no_grad;
   for (Parameter& parameter : model->parameters()) {  // biases and norms must matter
     if (parameter.tensor.dim() != 1) continue;
-    for (int64_t i = 0; i < parameter.size; ++i) {
+    for (int64_t i = 0; i < parameter.tensor.numel(); ++i) {
       parameter.tensor[i] += 0.2 * philox_normal(5, static_cast<uint64_t>(parameter.offset), static_cast<uint64_t>(i));
     }
   }

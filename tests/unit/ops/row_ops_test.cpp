@@ -69,6 +69,30 @@ TEST_P(BothTypes, RmsNormMatchesComposition) {
   }
 }
 
+// Of padded rows the padding counts in no mean, and stays zero.
+TEST_P(BothTypes, RmsNormOfPaddedRows) {
+  const auto type = GetParam();
+  constexpr int64_t kWidth = 24, kCounted = 19;
+  const auto pad = [](const at::Tensor& x) { return at::constant_pad_nd(x, {0, kWidth - kCounted}); };
+  const at::Tensor x = random({40, kCounted}, 1, type), delta = random({40, kCounted}, 2, type),
+                   weight = random({kCounted}, 3, type), upstream = random({40, kCounted}, 4, type);
+  const auto run = [&](const at::Tensor& a, const at::Tensor& b, const at::Tensor& w, const at::Tensor& dy,
+                       int64_t counted) {
+    Tensors leaves;
+    for (const at::Tensor& t : {a, b, w}) leaves.push_back(t.clone().set_requires_grad(true));
+    const NormResult result = add_rms_norm(leaves[0], leaves[1], leaves[2], 1e-5, counted);
+    Tensors all = torch::autograd::grad({result.normed}, leaves, {dy});
+    all.push_back(result.normed.detach());
+    all.push_back(rms_norm(a, w, 1e-5, counted));
+    return all;
+  };
+  const Tensors expected = run(x, delta, weight, upstream, 0);
+  // What comes from behind may be anything there: weights of zero hold it back.
+  const at::Tensor from_behind = at::cat({upstream, random({40, kWidth - kCounted}, 5, type)}, 1);
+  const Tensors got = run(pad(x), pad(delta), pad(weight), from_behind, kCounted);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(same_bits(got[i], pad(expected[i]))) << i;
+}
+
 TEST_P(BothTypes, RmsNormOfHeads) {
   const auto type = GetParam();
   expect_matches(

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/model/split_models.h"
 #include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/ranks.h"
 #include "trainer/model/safetensors.h"
@@ -304,6 +305,51 @@ TEST(AdamW, StateOfFormatOneIsStillRead) {
                         std::to_string(elements)),
               std::string::npos)
         << error.what();
+  }
+}
+
+// State of padded widths (as on CUDA) goes on without padding, and the other way round.
+TEST(AdamW, StateMovesBetweenPaddedAndUnpaddedWidths) {
+  const ModelConfig config = test::tiny_config(
+      {.vocab = 50, .hidden = 20, .intermediate = 27, .layers = 2, .heads = 2, .kv_heads = 1, .positions = 64});
+  const c10::NoGradGuard no_grad;
+  Communicator alone;
+  // The same gradients of each parameter, whatever lies between them.
+  const auto train = [](Model& model, DistributedAdamW& optimizer, int first, int steps) {
+    for (int t = first; t < first + steps; ++t) {
+      for (Parameter& p : model.parameters()) {
+        const at::Tensor values = at::arange(p.tensor.numel(), at::kFloat).mul(0.01).add(static_cast<double>(t)).sin();
+        p.tensor.mutable_grad().copy_(values.mul(0.1).view(p.tensor.sizes()));
+      }
+      optimizer.step(0.01, 0.1, 1);
+    }
+  };
+  const auto expect_near = [](const Model& got, const Model& wanted) {
+    for (const Parameter& p : got.parameters()) {
+      const at::Tensor difference = p.tensor.detach() - wanted.find(p.name)->tensor.detach();
+      EXPECT_LE(difference.abs().max().item<double>(), 1e-5) << p.name;
+    }
+    EXPECT_TRUE(testing::rest_is_zero(got, got.flat_parameters()));
+  };
+  for (const bool padded : {false, true}) {
+    ModelOptions here, there;
+    here.pad_widths = padded;
+    there.pad_widths = !padded;
+    Model first(config, here), second(config, there), all(config, there);
+    init_parameters(first, 3);
+    init_parameters(all, 3);
+    DistributedAdamW one(first, alone, options()), two(second, alone, options()), whole(all, alone, options());
+    train(first, one, 1, 2);
+    train(all, whole, 1, 2);
+    expect_near(first, all);
+    const TemporaryDirectory dir;
+    one.save(dir.path());
+    two.load(dir.path());  // weights too: in float32 they are the state's
+    for (const Parameter& p : second.parameters())
+      EXPECT_TRUE(at::equal(p.tensor.detach(), first.find(p.name)->tensor.detach())) << p.name;
+    train(second, two, 3, 2);
+    train(all, whole, 3, 2);
+    expect_near(second, all);
   }
 }
 

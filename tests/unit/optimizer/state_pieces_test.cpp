@@ -5,6 +5,7 @@
 
 #include <map>
 #include <random>
+#include <set>
 
 #include "base/error.h"
 #include "tests/unit/model/testing.h"
@@ -25,7 +26,13 @@ std::map<Element, int64_t> places(const std::vector<int64_t>& shape, const State
     }
   }
   std::map<Element, int64_t> found;
-  for (int64_t i = 0; i < piece.count; ++i) found[of_slice.at(static_cast<size_t>(piece.first + i))] = piece.at + i;
+  int64_t place = piece.at, column = piece.pitch > 0 ? piece.first % piece.row : 0;
+  for (int64_t i = 0; i < piece.count; ++i) {
+    found[of_slice.at(static_cast<size_t>(piece.first + i))] = place++;
+    if (piece.pitch == 0 || ++column < piece.row) continue;
+    column = 0;
+    place += piece.pitch - piece.row;  // over the padding
+  }
   return found;
 }
 
@@ -47,6 +54,10 @@ TEST(StatePieces, CommonElementsAreThoseOfBruteForce) {
       one.first = below(elements);
       one.count = 1 + below(elements - one.first);
       one.at = below(50);
+      if (shape.size() > 1 && below(2) > 0) {
+        one.row = dimension == 1 ? one.range.size() : shape[1];
+        one.pitch = one.row + below(4);
+      }
       return one;
     };
     const StatePiece saved = piece(), wanted = piece();
@@ -130,13 +141,55 @@ TEST(StatePieces, OfAllRanksAreTheWholeModelOnce) {
   }
 }
 
+// Of padded widths no piece has any padding, and each element's place is that of the flat buffer.
+TEST(StatePieces, OfPaddedWidthsLeaveThePaddingOut) {
+  ModelConfig config = testing::small_config(ModelFamily::kQwen2, false);
+  config.num_heads = 8;
+  config.num_kv_heads = 4;
+  config.hidden_size = 44;
+  config.intermediate_size = 84;
+  for (const int64_t tp : {1, 4}) {
+    std::map<std::string, std::set<Element>> seen;
+    for (int64_t rank = 0; rank < tp; ++rank) {
+      const ModelSplit split = model_split(config.shape(), Layout{.tp = tp}, rank);
+      const ParameterLayout layout = parameter_layout(config, split, /*freeze_router=*/true, /*padded=*/true);
+      std::vector<OwnedRun> runs;  // cut anywhere, in padding too
+      for (int64_t at = 0; at < layout.elements; at += 37)
+        runs.push_back({at, std::min<int64_t>(37, layout.elements - at), at});
+      std::map<std::string, PlacedParameter> placed;
+      for (const PlacedParameter& p : layout.parameters) placed[p.name] = p;
+      for (const StatePiece& piece : state_pieces(layout, runs)) {
+        const PlacedParameter& p = placed.at(piece.parameter);
+        const int64_t columns = p.slice.shape.size() > 1 ? p.slice.shape[1] : 1;
+        for (const auto& [element, place] : places(p.slice.shape, piece)) {
+          seen[p.name].insert(element);
+          int64_t row = element / columns, column = element % columns;
+          (p.slice.dimension == 0 ? row : column) -= p.slice.range.begin;
+          EXPECT_EQ(place, p.offset + row * (p.held.size() > 1 ? p.held[1] : 1) + column) << p.name;
+          EXPECT_EQ(element_at(piece, place), row * (p.held.size() > 1 ? p.shape()[1] : 1) + column) << p.name;
+        }
+      }
+    }
+    for (const ModelParameter& parameter : model_parameters(config.shape())) {
+      int64_t elements = 1;
+      for (const int64_t size : parameter.shape) elements *= size;
+      EXPECT_EQ(static_cast<int64_t>(seen[parameter.name].size()), elements) << parameter.name;
+    }
+  }
+}
+
 TEST(StatePieces, AreReadBackFromJson) {
   const std::vector<StatePiece> pieces = {
-      {.parameter = "a.weight", .dimension = 1, .range = {2, 7}, .first = 3, .count = 9, .at = 4}};
+      {.parameter = "a.weight", .dimension = 1, .range = {2, 7}, .first = 3, .count = 9, .at = 4},
+      {.parameter = "b.weight", .range = {0, 3}, .count = 9, .row = 3, .pitch = 8}};
   const auto back = state_pieces_from_json(nlohmann::json::parse(to_json(pieces).dump()));
-  ASSERT_EQ(back.size(), 1u);
+  ASSERT_EQ(back.size(), 2u);
+  EXPECT_EQ(back[0].pitch, 0);
+  EXPECT_EQ(back[1].row, 3);
+  EXPECT_EQ(back[1].pitch, 8);
   EXPECT_EQ(to_json(back), to_json(pieces));
   EXPECT_THROW(state_pieces_from_json(nlohmann::json::parse("[[1, 2]]")), Error);
+  EXPECT_THROW(state_pieces_from_json(nlohmann::json::parse("[[\"a\", 0, 0, 3, 0, 9, 0, 8, 3]]")), Error);
 }
 
 }  // namespace

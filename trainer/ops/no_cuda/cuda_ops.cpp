@@ -12,8 +12,8 @@ namespace {
 
 bool built() { return false; }
 
-at::Tensor rms_norm(const at::Tensor&, const at::Tensor&, double) { none(); }
-NormResult add_rms_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) { none(); }
+at::Tensor rms_norm(const at::Tensor&, const at::Tensor&, double, int64_t) { none(); }
+NormResult add_rms_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double, int64_t) { none(); }
 at::Tensor swiglu(const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor swiglu_halves(const at::Tensor&) { none(); }
 at::Tensor ordered_sum(const at::Tensor&) { none(); }

@@ -158,15 +158,16 @@ at::Tensor PeerExchange::sum(const at::Tensor& partial) {
 }
 
 NormResult PeerExchange::sum_add_rms_norm(const at::Tensor& x, const at::Tensor& partial, const at::Tensor& weight,
-                                          double eps) {
+                                          double eps, int64_t counted) {
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor residual = ready(x), in = ready(partial), scale = ready(weight);
   const int64_t rows = in.size(0), width = in.size(1);
   NormResult out{at::empty_like(in), at::empty_like(in)};
   impl_->in_parts(rows, width, [&](int64_t from, int64_t count) {
     cuda::exchange_add_rms_norm(impl_->view, data(residual) + from * width, data(in) + from * width, data(scale),
-                                static_cast<float>(eps), count, width, mutable_data(out.sum) + from * width,
-                                mutable_data(out.normed) + from * width, cuda::stream_of(in), cuda::may_begin_early());
+                                static_cast<float>(eps), {count, width, counted > 0 ? counted : width},
+                                mutable_data(out.sum) + from * width, mutable_data(out.normed) + from * width,
+                                cuda::stream_of(in), cuda::may_begin_early());
   });
   return out;
 }

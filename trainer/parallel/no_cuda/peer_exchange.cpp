@@ -17,7 +17,9 @@ bool PeerExchange::takes(const at::Tensor&) { return false; }
 at::Tensor PeerExchange::gather(const at::Tensor&) { none(); }
 at::Tensor PeerExchange::scatter_sum(const at::Tensor&) { none(); }
 at::Tensor PeerExchange::sum(const at::Tensor&) { none(); }
-NormResult PeerExchange::sum_add_rms_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) { none(); }
+NormResult PeerExchange::sum_add_rms_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double, int64_t) {
+  none();
+}
 at::Tensor PeerExchange::whole_rows(const at::Tensor&) { none(); }
 at::Tensor PeerExchange::own_columns(const at::Tensor&) { none(); }
 DeviceSamples PeerExchange::gather_samples(const DeviceSamples&) { none(); }

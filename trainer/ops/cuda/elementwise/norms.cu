@@ -161,13 +161,14 @@ __global__ void __launch_bounds__(1024)
 
 }  // namespace
 
-void add_rms_norm_forward(const Bf16* x, const Bf16* delta, const Bf16* weight, float eps, int64_t rows, int64_t width,
+void add_rms_norm_forward(const Bf16* x, const Bf16* delta, const Bf16* weight, float eps, const NormRows& rows,
                           Bf16* sum, Bf16* normed, cudaStream_t stream, bool early) {
-  if (rows == 0) return;
-  const NormShape shape = norm_shape(width);
+  if (rows.rows == 0) return;
+  const NormShape shape = norm_shape(rows.width);
   const auto launch_one = [&](auto kernel) {
-    launch(kernel, static_cast<unsigned>(rows), shape.threads, stream, early, chunks(x), chunks(delta), chunks(weight),
-           eps, 1.0f / static_cast<float>(width), static_cast<int>(width / kChunk), chunks(sum), chunks(normed));
+    launch(kernel, static_cast<unsigned>(rows.rows), shape.threads, stream, early, chunks(x), chunks(delta),
+           chunks(weight), eps, 1.0f / static_cast<float>(rows.counted), static_cast<int>(rows.width / kChunk),
+           chunks(sum), chunks(normed));
   };
   if (delta != nullptr) {
     shape.vectors == 2 ? launch_one(norm_forward_kernel<2, true>) : launch_one(norm_forward_kernel<4, true>);
@@ -181,13 +182,13 @@ int64_t norm_partials(int64_t rows, int64_t width) {
 }
 
 void rms_norm_backward(const Bf16* x, const Bf16* dnormed, const Bf16* dsum, const Bf16* weight, float eps,
-                       int64_t rows, int64_t width, Bf16* dx, float* partial, cudaStream_t stream) {
-  if (rows == 0) return;
-  const NormShape shape = norm_shape(width);
+                       const NormRows& rows, Bf16* dx, float* partial, cudaStream_t stream) {
+  if (rows.rows == 0) return;
+  const NormShape shape = norm_shape(rows.width);
   const auto launch = [&](auto kernel) {
-    kernel<<<static_cast<unsigned>(norm_partials(rows, width)), shape.threads, 0, stream>>>(
-        chunks(x), chunks(dnormed), chunks(dsum), chunks(weight), eps, 1.0f / static_cast<float>(width), rows,
-        static_cast<int>(width / kChunk), chunks(dx), reinterpret_cast<float4*>(partial));
+    kernel<<<static_cast<unsigned>(norm_partials(rows.rows, rows.width)), shape.threads, 0, stream>>>(
+        chunks(x), chunks(dnormed), chunks(dsum), chunks(weight), eps, 1.0f / static_cast<float>(rows.counted),
+        rows.rows, static_cast<int>(rows.width / kChunk), chunks(dx), reinterpret_cast<float4*>(partial));
   };
   if (partial != nullptr) {
     shape.vectors == 2 ? launch(norm_backward_kernel<2, true>) : launch(norm_backward_kernel<4, true>);

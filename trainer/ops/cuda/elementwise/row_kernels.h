@@ -26,9 +26,13 @@ using Bf16 = uint16_t;  // the bits of a bfloat16
 inline constexpr int64_t kMinNormWidth = 64;
 inline constexpr int64_t kMaxNormWidth = 16'384;
 
+// Rows of a norm: the mean is over `counted` of their `width` elements, the others are zeros.
+struct NormRows {
+  int64_t rows = 0, width = 0, counted = 0;
+};
 // sum = x + delta (rounded; delta null: x itself is normed and sum is not written), normed = sum / rms(sum) * weight.
-// [rows, width]. One block a row.
-void add_rms_norm_forward(const Bf16* x, const Bf16* delta, const Bf16* weight, float eps, int64_t rows, int64_t width,
+// One block a row.
+void add_rms_norm_forward(const Bf16* x, const Bf16* delta, const Bf16* weight, float eps, const NormRows& rows,
                           Bf16* sum, Bf16* normed, cudaStream_t stream, bool early = false);
 
 // Rows of partial sums that the backward below writes.
@@ -36,7 +40,7 @@ int64_t norm_partials(int64_t rows, int64_t width);
 // x is the normed input. dx = gradient through the norm + dsum (null: 0), rounded once. partial [norm_partials, width]
 // (null: the weight's gradient is not wanted) goes to reduce_partials.
 void rms_norm_backward(const Bf16* x, const Bf16* dnormed, const Bf16* dsum, const Bf16* weight, float eps,
-                       int64_t rows, int64_t width, Bf16* dx, float* partial, cudaStream_t stream);
+                       const NormRows& rows, Bf16* dx, float* partial, cudaStream_t stream);
 
 // out [width] = sum of the rows of partial [rows, width], rounded once.
 void reduce_partials(const float* partial, int64_t rows, int64_t width, Bf16* out, cudaStream_t stream);

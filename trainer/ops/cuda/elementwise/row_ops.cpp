@@ -50,13 +50,18 @@ struct NormGradients {
   at::Tensor dx, dweight;
 };
 
+NormRows norm_rows(const at::Tensor& x, int64_t counted) {
+  const int64_t width = x.size(-1);
+  return {x.numel() / width, width, counted > 0 ? counted : width};
+}
+
 // delta undefined: sum is x.
-NormResult norm_forward(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps) {
+NormResult norm_forward(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps,
+                        int64_t counted) {
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor in = ready(x), more = delta.defined() ? ready(delta) : delta, scale = ready(weight);
-  const int64_t width = in.size(-1);
   const at::Tensor sum = delta.defined() ? at::empty_like(in) : in, normed = at::empty_like(in);
-  add_rms_norm_forward(data(in), data_or_null(more), data(scale), static_cast<float>(eps), in.numel() / width, width,
+  add_rms_norm_forward(data(in), data_or_null(more), data(scale), static_cast<float>(eps), norm_rows(in, counted),
                        delta.defined() ? mutable_data(sum) : nullptr, mutable_data(normed), stream_of(x),
                        may_begin_early());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -64,7 +69,7 @@ NormResult norm_forward(const at::Tensor& x, const at::Tensor& delta, const at::
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& dnormed,
-                            const at::Tensor& dsum, double eps, bool weight_too) {
+                            const at::Tensor& dsum, double eps, int64_t counted, bool weight_too) {
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor in = ready(x), scale = ready(weight), dy = ready(dnormed),
                    through = dsum.defined() ? ready(dsum) : dsum;
@@ -73,8 +78,9 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight, const
   NormGradients gradients{at::empty_like(in), at::Tensor()};
   at::Tensor partial;
   if (weight_too) partial = at::empty({norm_partials(rows, width), width}, in.options().dtype(at::kFloat));
-  cuda::rms_norm_backward(data(in), data(dy), data_or_null(through), data(scale), static_cast<float>(eps), rows, width,
-                          mutable_data(gradients.dx), weight_too ? partial.mutable_data_ptr<float>() : nullptr, stream);
+  cuda::rms_norm_backward(data(in), data(dy), data_or_null(through), data(scale), static_cast<float>(eps),
+                          norm_rows(in, counted), mutable_data(gradients.dx),
+                          weight_too ? partial.mutable_data_ptr<float>() : nullptr, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (weight_too) {
     gradients.dweight = at::empty({width}, in.options());
@@ -86,17 +92,20 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight, const
 
 class RmsNormFunction final : public torch::autograd::Function<RmsNormFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, double eps) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, double eps,
+                            int64_t counted) {
     context->save_for_backward({x, weight});
     context->saved_data["eps"] = eps;
-    return norm_forward(x, at::Tensor(), weight, eps).normed;
+    context->saved_data["counted"] = counted;
+    return norm_forward(x, at::Tensor(), weight, eps, counted).normed;
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const NormGradients gradients = norm_backward(saved[0], saved[1], grads[0], at::Tensor(),
-                                                  context->saved_data["eps"].toDouble(), context->needs_input_grad(1));
-    return {gradients.dx, gradients.dweight, at::Tensor()};
+    const NormGradients gradients =
+        norm_backward(saved[0], saved[1], grads[0], at::Tensor(), context->saved_data["eps"].toDouble(),
+                      context->saved_data["counted"].toInt(), context->needs_input_grad(1));
+    return {gradients.dx, gradients.dweight, at::Tensor(), at::Tensor()};
   }
 };
 
@@ -104,20 +113,22 @@ class RmsNormFunction final : public torch::autograd::Function<RmsNormFunction> 
 class AddRmsNormFunction final : public torch::autograd::Function<AddRmsNormFunction> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& delta,
-                               const at::Tensor& weight, double eps) {
-    const NormResult result = norm_forward(x, delta, weight, eps);
+                               const at::Tensor& weight, double eps, int64_t counted) {
+    const NormResult result = norm_forward(x, delta, weight, eps, counted);
     context->save_for_backward({result.sum, weight});
     context->saved_data["eps"] = eps;
+    context->saved_data["counted"] = counted;
     context->set_materialize_grads(false);
     return {result.sum, result.normed};
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    if (!grads[1].defined()) return {grads[0], grads[0], at::Tensor(), at::Tensor()};
+    if (!grads[1].defined()) return {grads[0], grads[0], at::Tensor(), at::Tensor(), at::Tensor()};
     const auto saved = context->get_saved_variables();
-    const NormGradients gradients = norm_backward(saved[0], saved[1], grads[1], grads[0],
-                                                  context->saved_data["eps"].toDouble(), context->needs_input_grad(2));
-    return {gradients.dx, gradients.dx, gradients.dweight, at::Tensor()};
+    const NormGradients gradients =
+        norm_backward(saved[0], saved[1], grads[1], grads[0], context->saved_data["eps"].toDouble(),
+                      context->saved_data["counted"].toInt(), context->needs_input_grad(2));
+    return {gradients.dx, gradients.dx, gradients.dweight, at::Tensor(), at::Tensor()};
   }
 };
 
@@ -338,17 +349,18 @@ void require_arena(const char* op, const at::Tensor& arena_k, const at::Tensor& 
 
 }  // namespace
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, int64_t counted) {
   require_norm_width("rms_norm", x.size(-1));
-  if (wants_grad(x) || wants_grad(weight)) return RmsNormFunction::apply(x, weight, eps);
-  return norm_forward(x, at::Tensor(), weight, eps).normed;
+  if (wants_grad(x) || wants_grad(weight)) return RmsNormFunction::apply(x, weight, eps, counted);
+  return norm_forward(x, at::Tensor(), weight, eps, counted).normed;
 }
 
-NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps) {
-  if (!delta.defined()) return {x, cuda::rms_norm(x, weight, eps)};
+NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps,
+                        int64_t counted) {
+  if (!delta.defined()) return {x, cuda::rms_norm(x, weight, eps, counted)};
   require_norm_width("add_rms_norm", x.size(-1));
-  if (!wants_grad(x) && !wants_grad(delta) && !wants_grad(weight)) return norm_forward(x, delta, weight, eps);
-  const variable_list out = AddRmsNormFunction::apply(x, delta, weight, eps);
+  if (!wants_grad(x) && !wants_grad(delta) && !wants_grad(weight)) return norm_forward(x, delta, weight, eps, counted);
+  const variable_list out = AddRmsNormFunction::apply(x, delta, weight, eps, counted);
   return {out[0], out[1]};
 }
 

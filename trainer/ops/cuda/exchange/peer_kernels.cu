@@ -324,13 +324,12 @@ void exchange_sums(const PeerMemoryView& peers, const PeerRows& rows, cudaStream
 }
 
 void exchange_add_rms_norm(const PeerMemoryView& peers, const Bf16* x, const Bf16* partial, const Bf16* weight,
-                           float eps, int64_t rows, int64_t width, Bf16* sum, Bf16* normed, cudaStream_t stream,
-                           bool early) {
-  if (rows == 0) return;
-  const NormShape shape = norm_shape(width);
-  launch(shape.vectors == 2 ? exchange_norm_kernel<2> : exchange_norm_kernel<4>, static_cast<unsigned>(rows),
+                           float eps, const NormRows& rows, Bf16* sum, Bf16* normed, cudaStream_t stream, bool early) {
+  if (rows.rows == 0) return;
+  const NormShape shape = norm_shape(rows.width);
+  launch(shape.vectors == 2 ? exchange_norm_kernel<2> : exchange_norm_kernel<4>, static_cast<unsigned>(rows.rows),
          shape.threads, stream, early, peers, chunks(x), chunks(partial), chunks(weight), eps,
-         1.0f / static_cast<float>(width), static_cast<int>(width / kChunk), chunks(sum), chunks(normed));
+         1.0f / static_cast<float>(rows.counted), static_cast<int>(rows.width / kChunk), chunks(sum), chunks(normed));
 }
 
 void exchange_samples(const PeerMemoryView& peers, const int64_t* ids, const float* logprobs, int64_t rows,

@@ -50,10 +50,8 @@ void exchange_copies(const PeerMemoryView& peers, const PeerRows& rows, cudaStre
 void exchange_sums(const PeerMemoryView& peers, const PeerRows& rows, cudaStream_t stream, bool early);
 
 // exchange_sums of `partial` to all and add_rms_norm_forward with the result, in one launch, with the bits of the two.
-// [rows, width].
 void exchange_add_rms_norm(const PeerMemoryView& peers, const Bf16* x, const Bf16* partial, const Bf16* weight,
-                           float eps, int64_t rows, int64_t width, Bf16* sum, Bf16* normed, cudaStream_t stream,
-                           bool early);
+                           float eps, const NormRows& rows, Bf16* sum, Bf16* normed, cudaStream_t stream, bool early);
 
 // Ids (below 2^31) and log-probs of `rows` rows of each rank -> [ranks * rows] on all.
 void exchange_samples(const PeerMemoryView& peers, const int64_t* ids, const float* logprobs, int64_t rows,
