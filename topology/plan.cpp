@@ -47,7 +47,9 @@ int64_t peer_buffer_bytes(const Layout& training, const Layout& generation) {
   if (const int64_t tp = training.tp; tp > 1) bytes += kReceive + kMailboxes / (tp - 1) * tp;
   if (generation.tp > 1 && generation != training) bytes += kReceive;
   if (training.pp > 1) bytes += kLines;
-  if (training.ep * training.etp > 1) bytes += kReceive;
+  // Of the same ranks one group has both.
+  if (training.ep * training.etp > 1 && group_of(training, Axis::kEtpEp, 0) != group_of(training, Axis::kTp, 0))
+    bytes += kReceive;
   return bytes;
 }
 

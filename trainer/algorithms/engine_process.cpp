@@ -294,7 +294,7 @@ void EngineProcess::lease_work() {
     const bool may_change = idle && !in_flight_;
     // It hears from its own engine, and not from the actor, when it can take the weights that it has beside it.
     const bool has_newer = !in_flight_ && request.fetched > request.version;
-    const bool in_line = may_change && receiver_->needs_stop();
+    const bool in_line = may_change && receiver_->needs_stop() && request.version >= 0;  // first ones: follow_weights()
     request.wait_ms = request.places > 0 && !has_newer && !in_line ? long_poll_.count() : 0;
     LeaseReply reply = client.lease(request);
     if (reply.over) {
@@ -322,6 +322,10 @@ void EngineProcess::lease_work() {
 bool EngineProcess::apply_when_idle(WorkClient& client, bool had_nothing) {
   if (!had_nothing) return false;
   if (receiver_->needs_stop()) {  // they are received where they are read
+    {
+      const std::lock_guard lock(mutex_);
+      if (version_ < 0) return false;  // the first ones are follow_weights()'s
+    }
     const WeightsReply reply = client.weights({caller(), fetched(), 500});
     if (reply.version < 0) return false;
     fetch_in_place(client, reply);
@@ -353,7 +357,7 @@ int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
     do {
       reply = client.weights({caller(), fetched(), long_poll_.count()});
       if (reply.over || stopping_) throw Error(ErrorKind::kUnavailable, "the run has ended");
-      if (!reply.known) std::this_thread::sleep_for(kRewardLook);  // until it has joined again
+      if (!reply.known) join(client);  // the thread that leases, which else does it, may be the one that fetches
     } while (reply.version < 0);
   }
 }
@@ -426,7 +430,14 @@ void EngineProcess::follow_weights() {
     }
     if (stopping_) return;
     const bool in_line = receiver_->needs_stop() && !in_flight_;
-    if (in_line && !first) return;  // lease_work() does it
+    if (in_line && !first) {  // lease_work() does it, and gives no sign of life meanwhile
+      (void)client.weights({caller(), after, -1});
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, long_poll_, [&] { return stopping_.load(); });
+      continue;
+    }
+    // Once it is asked for them the actor waits no longer than a transfer may take: the engine is made before.
+    if (first && receiver_->needs_stop()) host_->between_steps([](Engine&) {}, Deadline::after(kBetweenSteps));
     const WeightsReply reply = client.weights({caller(), after, long_poll_.count()});
     if (reply.over || !reply.known) std::this_thread::sleep_for(kRewardLook);  // lease_work() hears it too
     if (reply.version < 0) continue;

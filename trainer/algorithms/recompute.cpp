@@ -17,10 +17,11 @@ KeptActivations kept_activations(const ModelSplit& split, const OwnRows& most, i
 
 Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const KeptActivations& at_once,
                         int64_t free_bytes, int64_t* needed, int64_t gradient_bytes) {
-  const double gathered =
-      at_once.tokens > 0 ? static_cast<double>(at_once.shared) / static_cast<double>(at_once.tokens) : 0;
+  // A context rank without rows keeps the keys of the others too.
+  const int64_t tokens = at_once.shared > 0 ? std::max<int64_t>(1, at_once.tokens) : at_once.tokens;
+  const double gathered = tokens > 0 ? static_cast<double>(at_once.shared) / static_cast<double>(tokens) : 0;
   const FittedLayers fitted = fit_layers(activation_bytes(shape, element_bytes, gradient_bytes, gathered),
-                                         shape.layers / at_once.pieces, at_once.tokens, at_once.in_flight, free_bytes);
+                                         shape.layers / at_once.pieces, tokens, at_once.in_flight, free_bytes);
   if (needed != nullptr) *needed = fitted.bytes;
   Recompute recompute;
   recompute.whole_layers = fitted.kept.input;

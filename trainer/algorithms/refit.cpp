@@ -58,7 +58,7 @@ std::optional<Layout> generation_layout(const Config& config, const Layout& trai
 }
 
 std::optional<std::string> generation_problem(const Config& config, const ModelShape& shape, const std::string& model,
-                                              const Layout& training) {
+                                              const Layout& training, int64_t of_node) {
   const std::optional<Layout> layout = generation_layout(config, training);
   if (!layout) return std::nullopt;
   const GenerationConfig& g = config.policy.generation;
@@ -70,7 +70,8 @@ std::optional<std::string> generation_problem(const Config& config, const ModelS
            " experts, which generate as they are trained; leave it out";
   }
   const StageOptions stages = layout->pp == 1 ? StageOptions{} : stage_options(config);
-  const LayoutReport report = check_layout(*layout, {.world = training.world(), .shape = &shape, .stages = stages});
+  const LayoutReport report =
+      check_layout(*layout, {.world = training.world(), .gpus_per_node = of_node, .shape = &shape, .stages = stages});
   if (report.ok()) return std::nullopt;
   return key + ": the model of " + model + " cannot generate so: " + report.errors.front();
 }

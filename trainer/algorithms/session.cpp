@@ -216,7 +216,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   const int64_t of_node = ranks_of_node(config, options.rendezvous);
   if (const auto problem = split_problem(config, "policy", model, model_dir, context.layout(), of_node))
     fail_user(*problem);
-  if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout()))
+  if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout(), of_node))
     fail_user(*problem);
   if (const auto layout = generation_layout(config, context.layout())) context.set_generation(*layout);
   if (context.is_main()) {
@@ -231,7 +231,9 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (has_critic(config)) {
     const int ranks = critic_link != nullptr ? context.critic_ranks() : context.world_size();
     const Layout layout = critic_layout(config, ranks);
-    critic_model = find_critic(config, model, *tokenizer, options.hf_home, layout, of_node, context.is_main());
+    const int64_t critics_of_node =
+        critic_link != nullptr ? 0 : of_node;  // on ranks of its own it knows its node itself
+    critic_model = find_critic(config, model, *tokenizer, options.hf_home, layout, critics_of_node, context.is_main());
   }
   const std::optional<RewardModelFolder> scorer = find_reward_model(config, model, *tokenizer, options.hf_home);
   check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),

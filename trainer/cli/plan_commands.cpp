@@ -303,7 +303,8 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
 // What the trainer of this version lacks for the layout.
 std::vector<std::string> missing(const PlanContext& context, const Layout& layout) {
   std::vector<std::string> reasons;
-  if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout))
+  if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout,
+                                              context.check.gpus_per_node))
     reasons.push_back(*problem);
   return reasons;
 }

@@ -48,11 +48,11 @@ WeightPlan WeightParts::plan(int64_t engine, int64_t rank) const {
 
 std::vector<int64_t> WeightParts::sources(int64_t engine, int64_t rank) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto [known, is_new] = sources_.try_emplace({weight_plan_number(layouts_, engine, rank), rank});
-  if (is_new) {
-    for (const WeightSource& source : plan(engine, rank).sources) known->second.push_back(source.actor_rank);
-  }
-  return known->second;
+  const std::pair key{weight_plan_number(layouts_, engine, rank), rank};
+  if (const auto known = sources_.find(key); known != sources_.end()) return known->second;
+  std::vector<int64_t> ranks;
+  for (const WeightSource& source : plan(engine, rank).sources) ranks.push_back(source.actor_rank);
+  return sources_.emplace(key, std::move(ranks)).first->second;
 }
 
 WeightPart WeightParts::sent(int64_t actor_rank, int64_t engine, int64_t rank) const {

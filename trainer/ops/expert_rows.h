@@ -28,8 +28,8 @@ at::Tensor part_block_sums(const at::Tensor& y, const Routes& routes, const Expe
 at::Tensor sum_in_order(const at::Tensor& blocks);
 
 // grouped_linear of a part of the experts: `offsets` [experts + 1] are those of their rows among all sorted rows; other
-// rows of the result are not written, nor is one of theirs read of x. `swiglu`: of gate and up, behind the activation.
-// CUDA: by our kernel alone, for as many rows as grouped_part_supported takes.
+// rows of the result are not written; theirs of x, which need not be written either, show in none. `swiglu`: of gate
+// and up, behind the activation. CUDA: by our kernel alone, for as many rows as grouped_part_supported takes.
 at::Tensor grouped_part(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, bool swiglu);
 
 // Rows of x by index [n] int32 -> [n, width].

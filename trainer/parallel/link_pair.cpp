@@ -195,6 +195,14 @@ void LinkPair::move(const char* to_send, char* to_fill, int64_t size, const Dead
   }
 }
 
+void LinkPair::check_peer() const {
+  char next = 0;
+  const ssize_t there = ::recv(fd_, &next, 1, MSG_PEEK | MSG_DONTWAIT);
+  if (there > 0 || (there < 0 && (errno == EAGAIN || errno == EINTR))) return;
+  throw Error(ErrorKind::kUnavailable,
+              peer_ + " has gone: " + (there == 0 ? "it has closed the connection" : std::strerror(errno)));
+}
+
 void LinkPair::exchange(const at::Tensor& tensor, bool sends, const Deadline& deadline,
                         const std::function<void(int64_t)>& on_bytes) {
   TRIREME_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "a link takes contiguous CPU tensors");

@@ -70,6 +70,8 @@ class LinkPair final {
   // send returns when the tensor may be written again.
   void send(const at::Tensor& tensor, const Deadline& deadline, const std::function<void(int64_t)>& on_bytes = {});
   void receive(at::Tensor tensor, const Deadline& deadline, const std::function<void(int64_t)>& on_bytes = {});
+  // Throws Error(kUnavailable) when the other one has gone, as far as is seen without waiting.
+  void check_peer() const;
 
  private:
   void listen(LinkStore& store, const std::string& name, const std::string& address, const Deadline& deadline);

@@ -42,6 +42,8 @@ struct WeightMessage {
 
 // A stream of pieces goes in chunks of so many bytes, at both ends.
 inline constexpr int64_t kChunkBytes = int64_t{32} << 20;
+// Queued on a device at most: a launch behind a full queue would wait without a deadline.
+inline constexpr int64_t kChunksAhead = 8;
 
 // With sizes, dtype, layout and host of the part of these weights.
 WeightMessage message_about(const WeightView& weights, const WeightPart& part, WeightMessage::Kind kind,

@@ -201,24 +201,8 @@ struct WeightReceiver::Impl {
       }
       if (version >= 0) continue;
       version = header.version;
-      ask_others(version, deadline);  // they answer at the same time
     }
     return !gone;
-  }
-
-  void ask_others(int64_t version, const Deadline& deadline) {
-    const int64_t first = rank;
-    for (const int64_t of : order) {
-      if (of == first) continue;
-      rank = of;
-      try {
-        ask(sources[of], version, deadline);
-      } catch (const Error& error) {  // answer() tries again
-        if (error.kind() == ErrorKind::kTimeout || cancel.cancelled()) throw;
-        sources[of].drop();
-      }
-    }
-    rank = first;
   }
 
   void let_be(std::vector<Source*>& kept, SignsOfLife& signs, const Deadline& deadline) {
@@ -308,7 +292,7 @@ struct WeightReceiver::Impl {
   // On CUDA: when the place where bytes go has been read. Without a second buffer by whatever the calling thread has
   // queued, which is its caller's last step.
   TimeMark read() const {
-    if (second.defined()) return applied;
+    if (second.defined()) return applied != nullptr ? applied : filled;
     const c10::DeviceGuard device(weights.flat.device());
     return mark_time();
   }
@@ -328,16 +312,20 @@ struct WeightReceiver::Impl {
   void receive_on_device(Source& source, const Deadline& deadline) {
     const TimeMark free = read();
     if (source.part.whole) return source.wire->receive(into(), free);
+    int64_t ahead = 0;
     for (const WeightChunk& chunk : chunks_of(source.part, chunk_elements())) {
       if (chunk.contiguous()) {
         source.wire->receive(in_place(chunk), free);
-        source.wire->settle(deadline, cancel);
-        continue;
+      } else {
+        source.wire->run([&] { (void)packed(source, chunk); }, free);
+        source.wire->receive(packed(source, chunk), nullptr);
       }
-      source.wire->run([&] { (void)packed(source, chunk); }, free);
-      source.wire->receive(packed(source, chunk), nullptr);
-      source.wire->settle(deadline, cancel);
-      source.wire->run([&] { scatter_chunk(packed(source, chunk), chunk, into()); }, nullptr);
+      if (++ahead % kChunksAhead == 0) {
+        source.wire->wait(deadline, cancel, [&] { source.pair->check_peer(); });
+      } else {
+        source.wire->settle(deadline, cancel);
+      }
+      if (!chunk.contiguous()) source.wire->run([&] { scatter_chunk(packed(source, chunk), chunk, into()); }, nullptr);
     }
   }
 
@@ -376,6 +364,7 @@ struct WeightReceiver::Impl {
   std::map<int64_t, Source> sources;  // by rank
   bool fresh = false;                 // the second buffer has what apply() would copy
   double applied_in = 0;              // seconds, on the CPU
+  TimeMark filled;                    // on CUDA: the second buffer is zeros
   TimeMark applying, applied;         // on CUDA: apply() began, and has read the second buffer
   std::atomic<bool> torn{false};
   WeightTransfer last;
@@ -388,6 +377,8 @@ WeightReceiver::WeightReceiver(const WeightLinkOptions& options, const WeightVie
   const at::NoGradGuard no_grad;
   try {
     impl_->second = at::zeros_like(weights.flat);  // parts leave out what is between parameters
+    const c10::DeviceGuard device(weights.flat.device());
+    if (weights.flat.is_cuda()) impl_->filled = mark_time();
   } catch (const c10::OutOfMemoryError&) {
     log_warn("weights", "there is no memory for a second copy of the weights (" +
                             format_bytes(static_cast<uint64_t>(weights.flat.nbytes())) +

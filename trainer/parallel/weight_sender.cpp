@@ -336,6 +336,7 @@ class EngineLink final {
       wire_->send(weights_.flat, reading.whole);
     } else {
       // Each chunk's memory is written again when the stream has left it.
+      int64_t ahead = 0;
       for (const WeightChunk& chunk : chunks_of(*part_, kChunkBytes / weights_.flat.element_size())) {
         if (chunk.contiguous()) {
           wire_->send(in_place(chunk), reading.whole);
@@ -343,7 +344,11 @@ class EngineLink final {
           wire_->run([&] { gather_chunk(weights_.flat, chunk, packed(chunk)); }, reading.whole);
           wire_->send(packed(chunk), nullptr);
         }
-        wire_->settle(deadline, cancel_);
+        if (++ahead % kChunksAhead == 0) {
+          wire_->wait(deadline, cancel_, [this] { pair_->check_peer(); });
+        } else {
+          wire_->settle(deadline, cancel_);
+        }
       }
     }
     send_message(*pair_, trailer, deadline);

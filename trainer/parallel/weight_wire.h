@@ -36,7 +36,8 @@ class WeightWire final {
   // Until what was queued lies in the stream, so that more may be. It need not be done.
   void settle(const Deadline& deadline, const LinkCancel& cancel);
   // Until what was queued is done.
-  void wait(const Deadline& deadline, const LinkCancel& cancel);
+  // `meanwhile` is called again and again, and may throw.
+  void wait(const Deadline& deadline, const LinkCancel& cancel, const std::function<void()>& meanwhile = {});
   // weight_checksum on the own stream, behind `after` and what was queued; waits for it.
   uint64_t checksum(const at::Tensor& tensor, const TimeMark& after);
 

@@ -85,6 +85,7 @@ JoinReply Desk::join(const JoinRequest& request, Time now) {
   if (const auto before = departed_.find(request.session); before != departed_.end()) {
     engine = std::move(before->second);
     departed_.erase(before);
+    engine.link.clear();  // its number may be another one, and so those that send to it
   }
   if (engine.link.empty()) engine.link = options_.name + "-" + std::to_string(links_++);
   engine.name = request.name;

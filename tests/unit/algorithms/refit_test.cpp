@@ -169,6 +169,18 @@ TEST(Refit, FamiliesAndSizesOfBuckets) {
   }
 }
 
+// Tensor ranks of generation stay on a node, as those of training do.
+TEST(Refit, GenerationOverTwoNodesIsRefused) {
+  Config config;
+  config.policy.generation.tensor_parallel_size = 8;
+  const ModelShape shape = eight_heads(ModelFamily::kLlama, false).shape();
+  const Layout training{.tp = 4, .dp = 2};
+  const auto problem = generation_problem(config, shape, "a model", training, /*of_node=*/4);
+  ASSERT_TRUE(problem);
+  EXPECT_NE(problem->find("policy.generation.tensor_parallel_size 8"), std::string::npos) << *problem;
+  EXPECT_NE(problem->find("node"), std::string::npos) << *problem;
+}
+
 // A forward pass of the second model has the bits of the policy's, and so after its memory has gone and come.
 TEST(Refit, PassesHaveTheBitsOfThePolicys) {
   const ModelConfig config = four_layers(ModelFamily::kQwen3, /*tied=*/true);

@@ -432,6 +432,7 @@ TEST(Plan, BuffersThatPeersMapAreCounted) {
   EXPECT_EQ(peer_buffer_bytes({.tp = 2}, {.tp = 2}), (96 + 128) * kMiB);
   EXPECT_EQ(peer_buffer_bytes({.tp = 2, .pp = 2}, {.tp = 4}), (96 + 128 + 96 + 128) * kMiB);
   EXPECT_EQ(peer_buffer_bytes({.ep = 2, .dp = 2}, {.ep = 2, .dp = 2}), 96 * kMiB);
+  EXPECT_EQ(peer_buffer_bytes({.tp = 2, .ep = 2}, {.tp = 2, .ep = 2}), (96 + 128) * kMiB);  // one group
   EXPECT_NEAR(static_cast<double>(peer_buffer_bytes({.tp = 8}, {.tp = 8})), (96 + 64 * 8 / 7.0) * kMiB, 16);
   const PlannedMemory split =
       plan_layout(shape_of_eight_layers(), {.tp = 2}, small_work(), {}, devices_of(80 * kGiB)).memory;

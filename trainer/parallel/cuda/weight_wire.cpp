@@ -166,7 +166,7 @@ void WeightWire::settle(const Deadline& deadline, const LinkCancel& cancel) {
 }
 
 // A call that does not block may still be at work when it returns: what it queues is behind no event before.
-void WeightWire::wait(const Deadline& deadline, const LinkCancel& cancel) {
+void WeightWire::wait(const Deadline& deadline, const LinkCancel& cancel, const std::function<void()>& meanwhile) {
   if (!impl_->queued) return;
   const c10::cuda::CUDAGuard guard(impl_->device);
   const char* what = "bytes between two devices";
@@ -178,6 +178,7 @@ void WeightWire::wait(const Deadline& deadline, const LinkCancel& cancel) {
         ncclResult_t state = ncclSuccess;
         check_nccl(nccl().state(impl_->comm, &state), what);
         check_nccl(state, what);
+        if (meanwhile) meanwhile();
         return impl_->end.query();
       },
       deadline, &cancel, what);

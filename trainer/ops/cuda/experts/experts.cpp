@@ -342,6 +342,9 @@ bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::
       ours = ours && (!active.defined() || same_bits(active, swiglu_halves(expected)));
     }
   }
+  // A process may hold several models: what one of them finds holds for all.
+  ours = ours && grouped_gemm_in_use();
+  library = library && library_grouped_gemm_in_use();
   set_grouped_gemms_in_use(ours, library);
   if (!ours)
     log_warn("ops", "our grouped GEMM has other bits than cublasLt on this machine; it is not used (slower decoding)");

@@ -466,8 +466,12 @@ class Fork final {
     static std::map<int, std::vector<c10::cuda::CUDAStream>> all;
     const std::lock_guard<std::mutex> lock(mutex);
     std::vector<c10::cuda::CUDAStream>& streams = all[device.index()];
-    while (streams.size() < kStreams)
-      streams.push_back(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index()));
+    const c10::cuda::CUDAGuard guard(device);
+    while (streams.size() < kStreams) {
+      cudaStream_t made = nullptr;  // never destroyed; those of LibTorch's pool are also communicators'
+      C10_CUDA_CHECK(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
+      streams.push_back(c10::cuda::getStreamFromExternal(made, device.index()));
+    }
     return streams;
   }
 
