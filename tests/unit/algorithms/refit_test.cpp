@@ -172,12 +172,13 @@ TEST(Refit, FamiliesAndSizesOfBuckets) {
 // Tensor ranks of generation stay on a node, as those of training do.
 TEST(Refit, GenerationOverTwoNodesIsRefused) {
   Config config;
-  config.policy.generation.tensor_parallel_size = 8;
+  config.policy.generation.tensor_parallel_size = 4;
   const ModelShape shape = eight_heads(ModelFamily::kLlama, false).shape();
-  const Layout training{.tp = 4, .dp = 2};
-  const auto problem = generation_problem(config, shape, "a model", training, /*of_node=*/4);
+  const Layout training{.tp = 2, .dp = 4};
+  EXPECT_FALSE(generation_problem(config, shape, "a model", training, /*of_node=*/4));
+  const auto problem = generation_problem(config, shape, "a model", training, /*of_node=*/2);
   ASSERT_TRUE(problem);
-  EXPECT_NE(problem->find("policy.generation.tensor_parallel_size 8"), std::string::npos) << *problem;
+  EXPECT_NE(problem->find("policy.generation.tensor_parallel_size 4"), std::string::npos) << *problem;
   EXPECT_NE(problem->find("node"), std::string::npos) << *problem;
 }
 
