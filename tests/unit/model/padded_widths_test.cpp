@@ -24,7 +24,7 @@ ModelConfig odd_config(ModelFamily family, bool tied) {
   config.hidden_size = kHidden;
   config.intermediate_size = 84;
   // Of all kinds in one family.
-  config.mlp_bias = config.output_bias = family == ModelFamily::kLlama;
+  if (family == ModelFamily::kLlama) config.qkv_bias = config.output_bias = config.mlp_bias = true;
   return config;
 }
 
