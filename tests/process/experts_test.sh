@@ -102,10 +102,22 @@ for kind in aux_loss seq_aux_loss; do
     policy.megatron_cfg.moe_router_load_balancing_type=$kind policy.megatron_cfg.moe_aux_loss_coeff=0.5
   out=$(balance "$kind" 0.5) && ok "$kind: $out" || bad "$kind: $out"
 done
-# As two nodes of one rank each.
-run balanced_ep 2 cluster.num_nodes=2 cluster.gpus_per_node=1 policy.megatron_cfg.freeze_moe_router=false \
+# On two nodes of one rank each, as they are started.
+spanning() { # spanning NAME [overrides...]: what rank 0 says is in $dir/out
+  local name=$1 port=$((20000 + RANDOM % 10000)) other code; shift
+  local command="$TRIREME launch --nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port $port"
+  local arguments
+  arguments=$(run_args "$name" grpo.val_period=0 grpo.val_at_start=false cluster.device=cpu cluster.num_nodes=2 \
+    cluster.gpus_per_node=1 policy.megatron_cfg.enabled=true grpo.max_num_steps=4 \
+    loss_fn.reference_policy_kl_penalty=0.05 policy.generation.max_running_samples=8 \
+    policy.generation.kv_cache_tokens=400 "$@")
+  $command --node-rank 1 -- $arguments >/dev/null 2>&1 & other=$!
+  $command --node-rank 0 -- $arguments >"$dir/out" 2>&1; code=$?
+  wait $other && return $code
+}
+spanning balanced_ep policy.megatron_cfg.freeze_moe_router=false \
   policy.megatron_cfg.moe_router_load_balancing_type=seq_aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.5 \
-  policy.megatron_cfg.expert_model_parallel_size=2 >"$dir/out" 2>&1 &&
+  policy.megatron_cfg.expert_model_parallel_size=2 &&
   ok "seq_aux_loss over expert parallel ranks" || bad "seq_aux_loss over expert parallel ranks" "$(cat "$dir/out")"
 [ "$(grep -c "etp 1 x ep 2 spans nodes of 1 GPUs" "$dir/out")" = 1 ] && ok "a group that spans nodes is told once" ||
   bad "nothing is said of a group that spans nodes" "$(cat "$dir/out")"
