@@ -127,7 +127,9 @@ void Desk::lose(int64_t number, const std::string& why) {
 void Desk::forget_versions() {
   int64_t oldest = ledger_.newest_version();
   for (const auto& [number, engine] : engines_) {
-    if (engine.version >= 0) oldest = std::min(oldest, engine.version);
+    // The first weights that it has fetched it will generate with, though its next request has yet to say so.
+    const int64_t has = engine.version >= 0 ? engine.version : engine.fetched;
+    if (has >= 0) oldest = std::min(oldest, has);
   }
   const std::vector<int64_t> groups = ledger_.gone_before(oldest);
   if (groups.empty()) return;

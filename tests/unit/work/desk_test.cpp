@@ -329,6 +329,28 @@ TEST(Desk, GroupsWhoseWeightsAreGoneGetNewerOnesAndItIsSaidOnce) {
   EXPECT_EQ(more.runs[0].group, 1);
 }
 
+TEST(Desk, WeightsThatANewEngineHasFetchedAreNotGone) {
+  Desk desk(options_of({.groups_per_step = 1, .samples_per_group = 2, .max_age = 1, .exact_version = true}));
+  desk.open();
+  desk.publish();
+  Engine a = join(desk, "a", 0), b = join(desk, "b", 0);
+  a.version = 0;
+  const LeaseReply first = lease(desk, a, 2, 0);
+  ASSERT_EQ(first.runs.size(), 1u);
+  desk.weights({b.caller, /*after=*/0, /*wait_ms=*/-1}, at(1));  // b has them, and has not asked for work since
+  desk.take_groups(samples_of(a, first.runs[0], 0), at(1));
+  desk.take(1);
+  desk.leave({a.caller, "", false, 0}, at(2));
+  desk.take_news();
+  desk.trained(1);
+  desk.publish();
+  EXPECT_TRUE(desk.take_news().empty()) << "nothing is lost";
+  b.version = 0;
+  const LeaseReply second = lease(desk, b, 2, 3);
+  ASSERT_EQ(second.runs.size(), 1u) << "step 2's, which wants version 0";
+  EXPECT_EQ(second.runs[0].group, 1);
+}
+
 TEST(Desk, TheEndOfTheDataIsNoWait) {
   DeskOptions options = options_of({.groups_per_step = 2, .samples_per_group = 1, .max_age = 1});
   options.prompt = [](int64_t group, bool needed) -> std::optional<WorkPrompt> {
