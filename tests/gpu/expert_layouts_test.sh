@@ -23,12 +23,6 @@ run() {
     policy.megatron_cfg.enabled=true grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
     cluster.collective_timeout_s=40 "${overrides[@]}")
 }
-first() {
-  python3 -c 'import json, sys
-row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
-print(*(f"{row[key]:.3g}" for key in ("train/reward", "train/mean_generation_length", "train/grad_norm")
-        if key in row))' "$dir/$1-logs/train.jsonl"
-}
 virtual=policy.megatron_cfg.virtual_pipeline_model_parallel_size=2
 # Lanes and replicas without rows: responses of many lengths, and places for some of them.
 uneven="policy.generation.forced_lengths=synthetic:8x4:mean=7:max=12:prompt=6 policy.generation.max_running_samples=12"

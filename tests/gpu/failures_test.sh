@@ -15,9 +15,6 @@ run() { # run NAME [overrides...]
     cluster.collective_timeout_s=$deadline cluster.device=cuda policy.precision=bfloat16 \
     cluster.gpus_per_node=2 grpo.val_period=0 $layout) >"$dir/out" 2>"$dir/err"
 }
-children() {
-  awk -v parent="$1" '$1 == "Pid:" {pid = $2} $1 == "PPid:" && $2 == parent {print pid}' /proc/[0-9]*/status 2>/dev/null
-}
 # judge NAME CODE SECONDS TEXT...: the last run ended with CODE after at most SECONDS and said every TEXT.
 judge() {
   local name=$1 expected=$2 limit=$3 text missing=""; shift 3
@@ -36,7 +33,7 @@ fault() {
 deadline=900 run killed & pid=$!
 for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.1; done
 grep -q "step 2/" "$dir/out" || bad "a run without a fault takes two steps" "$(cat "$dir/err")"
-for launcher in $(children $pid); do for child in $(children "$launcher"); do
+for launcher in $(children_of $pid); do for child in $(children_of "$launcher"); do
   tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && kill -9 "$child"
 done; done
 SECONDS=0; wait $pid; code=$?; seconds=$SECONDS

@@ -20,12 +20,6 @@ run() {
     policy.megatron_cfg.pipeline_model_parallel_size="$pp" grpo.max_num_steps=4 \
     loss_fn.reference_policy_kl_penalty=0.05 cluster.collective_timeout_s=40 "$@")
 }
-first() {
-  python3 -c 'import json, sys
-row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
-print(*(f"{row[key]:.3g}" for key in ("train/reward", "train/mean_generation_length", "train/grad_norm")
-        if key in row))' "$dir/$1-logs/train.jsonl"
-}
 if wanted exchanges; then
   exchange() { # exchange SHAPE: elements that differ from the definition
     "$TRIREME" launch --nproc-per-node 2 -- bench exchange --tp 2 --shape "$1" --rows 1,3,16,64,250 --large-mib 16 \
@@ -226,10 +220,6 @@ if wanted resume; then
 fi
 if wanted failures; then
   # A rank that dies, or stands still.
-  children() {
-    awk -v parent="$1" '$1 == "Pid:" {pid = $2} $1 == "PPid:" && $2 == parent {print pid}' /proc/[0-9]*/status \
-      2>/dev/null
-  }
   for layout in "2 1" "1 2"; do
     set -- $layout; name="tp$1 pp$2"
     : >"$dir/out"
@@ -237,7 +227,7 @@ if wanted failures; then
       >"$dir/out" 2>"$dir/err" & pid=$!
     for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.1; done
     grep -q "step 2/" "$dir/out" || bad "a run on $name takes two steps" "$(cat "$dir/err")"
-    for launcher in $(children $pid); do for child in $(children "$launcher"); do
+    for launcher in $(children_of $pid); do for child in $(children_of "$launcher"); do
       tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && kill -9 "$child"
     done; done
     SECONDS=0; wait $pid; code=$?
@@ -269,7 +259,7 @@ if wanted failures; then
   victim=""
   for _ in $(seq 1 2400); do grep -q "step 1/" "$dir/out" && break; sleep 0.1; done
   sleep 0.5
-  for launcher in $(children $pid); do for child in $(children "$launcher"); do
+  for launcher in $(children_of $pid); do for child in $(children_of "$launcher"); do
     tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && victim=$child
   done; done
   kill -STOP "$victim"

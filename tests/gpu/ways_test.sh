@@ -86,14 +86,6 @@ if wanted engines; then
   told "without a pass" rows flight-sampler 6 'stale > 0'
 fi
 
-# both NAME STEP: weights and moments of both models, the critic's beside the actor's or in its own folder.
-both() {
-  local actor="$dir/$1/step_$2/policy" critic="$dir/$1/step_$2/value"
-  [ -d "$critic" ] || critic="$dir/$1/value/step_$2/value"
-  [ -f "$critic/weights/model.safetensors" ] || { echo "no critic of $1 step $2 ($RANDOM)"; return; }
-  sha256sum "$actor/weights/model.safetensors" "$critic/weights/model.safetensors" "$actor"/optimizer/*.safetensors \
-    "$critic"/optimizer/*.safetensors | awk '{print $1}' | sha256sum
-}
 ppo() { # ppo NAME OPTIONS_OF_LAUNCH [overrides...]
   local name=$1 options=$2; shift 2
   "$TRIREME" launch $options -- $(ppo_args "$name" $device ppo.val_period=0 value.precision=bfloat16 \

@@ -8,13 +8,6 @@ own() {
   local name=$1 actors=$2 critics=$3; shift 3
   "$TRIREME" launch --nproc-per-node "$actors" --critic-ranks "$critics" -- $(ppo_args "$name" "$@")
 }
-# Weights and state of a step, the critic's in its own folder.
-both() {
-  local actor="$dir/$1/step_$2/policy" critic="$dir/$1/value/step_$2/value"
-  [ -f "$critic/weights/model.safetensors" ] || { echo "no critic of $1 step $2 ($RANDOM)"; return; }
-  sha256sum "$actor/weights/model.safetensors" "$critic/weights/model.safetensors" \
-    "$actor"/optimizer/*.safetensors "$critic"/optimizer/*.safetensors | awk '{print $1}' | sha256sum
-}
 steps() { (cd "$1" && ls -d step_* | sort) 2>/dev/null; }
 
 # On the actor's ranks, and on others of several numbers.

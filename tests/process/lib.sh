@@ -141,3 +141,22 @@ ppo_args() {
 # One optimizer step a pass: what differs between the numbers of ranks is rounding only.
 one_step="policy.train_global_batch_size=32 policy.optimizer.kwargs.lr=1e-6 value.optimizer.kwargs.lr=1e-5"
 one_step+=" ppo.max_num_steps=3 ppo.ppo_epochs=1 ppo.policy_training_start_step=0"
+# Weights and moments of both models of a step of PPO: the critic's beside the actor's, or in a folder of its own.
+both() {
+  local actor="$dir/$1/step_$2/policy" critic="$dir/$1/step_$2/value"
+  [ -d "$critic" ] || critic="$dir/$1/value/step_$2/value"
+  [ -f "$critic/weights/model.safetensors" ] || { echo "no critic of $1 step $2 ($RANDOM)"; return; }
+  sha256sum "$actor/weights/model.safetensors" "$critic/weights/model.safetensors" "$actor"/optimizer/*.safetensors \
+    "$critic"/optimizer/*.safetensors | awk '{print $1}' | sha256sum
+}
+# What the first step of a run on GPUs was, to the digits that do not depend on the order of its sums.
+first() {
+  python3 -c 'import json, sys
+row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
+print(*(f"{row[key]:.3g}" for key in ("train/reward", "train/mean_generation_length", "train/grad_norm")
+        if key in row))' "$dir/$1-logs/train.jsonl"
+}
+# Processes whose parent this one is.
+children_of() {
+  awk -v parent="$1" '$1 == "Pid:" {pid = $2} $1 == "PPid:" && $2 == parent {print pid}' /proc/[0-9]*/status 2>/dev/null
+}

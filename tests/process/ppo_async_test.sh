@@ -18,14 +18,6 @@ SH
 graded="env.command.enabled=true env.command.num_workers=1"
 paid() { echo "$graded env.command.command=[sh,$dir/reward.sh${1:+,'$1'}]"; }  # SECONDS of a response
 
-# Weights and moments of both models: the critic's beside the actor's, or in its own folder.
-both() {
-  local actor="$dir/$1/step_$2/policy" critic="$dir/$1/step_$2/value"
-  [ -d "$critic" ] || critic="$dir/$1/value/step_$2/value"
-  [ -f "$critic/weights/model.safetensors" ] || { echo "no critic of $1 step $2 ($RANDOM)"; return; }
-  sha256sum "$actor/weights/model.safetensors" "$critic/weights/model.safetensors" "$actor"/optimizer/*.safetensors \
-    "$critic"/optimizer/*.safetensors | awk '{print $1}' | sha256sum
-}
 equal() {  # NAME OTHER STEP
   [ "$(both "$1" "$3")" = "$(both "$2" "$3")" ] && ok "$1: both models of $2, bit for bit" ||
     bad "$1: both models of $2"

@@ -4,13 +4,6 @@
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 
-# The critic's weights and state of a step, and the actor's.
-both() {
-  local at="$dir/$1/step_$2"
-  [ -f "$at/value/weights/model.safetensors" ] || { echo "no critic of $1 step $2 ($RANDOM)"; return; }
-  sha256sum "$at"/{policy,value}/weights/model.safetensors "$at"/{policy,value}/optimizer/*.safetensors |
-    awk '{print $1}' | sha256sum
-}
 actor() { sha256sum <"$dir/$1/step_$2/policy/weights/model.safetensors"; }
 critic() { sha256sum <"$dir/$1/step_$2/value/weights/model.safetensors"; }
 
