@@ -51,6 +51,17 @@ struct Tile {
   __device__ __forceinline__ int fragments() const { return (item.rows + kFragment - 1) / kFragment; }
 };
 
+// Of the whole warp: `own` of this lane and of those ahead of it.
+__device__ __forceinline__ int sum_up_to(int own, int lane) {
+  int sum = own;
+#pragma unroll
+  for (int step = 1; step < kWarpLanes; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  return sum;
+}
+
 // Of few rows: a list.
 struct Items {
   static constexpr bool kReadOnce = true;  // nearly all of an expert's rows are one item: its matrix is read once
@@ -66,12 +77,7 @@ struct Items {
       const int e = base + lane;
       const int begin = e < experts ? offsets[e] : 0, rows_of = e < experts ? offsets[e + 1] - begin : 0;
       const int own = (rows_of + kItemRows - 1) / kItemRows;
-      int sum = own;
-#pragma unroll
-      for (int step = 1; step < kWarpLanes; step *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-      }
+      const int sum = sum_up_to(own, lane);
       for (int i = 0; i < own; ++i) {
         const int at = before + sum - own + i;
         expert[at] = static_cast<short>(e);
@@ -99,12 +105,7 @@ struct ManyItems {
       const int e = base + lane;
       const int first = e < of ? offsets[e] : 0, rows_of = e < of ? offsets[e + 1] - first : 0;
       const int own = (rows_of + kItemRows - 1) / kItemRows;
-      int sum = own;
-#pragma unroll
-      for (int step = 1; step < kWarpLanes; step *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-      }
+      const int sum = sum_up_to(own, lane);
       if (e < of) {
         before[e] = ahead + sum - own;
         begin[e] = first;
