@@ -118,9 +118,11 @@ void add_generation(std::vector<Field>& table) {
    "weights, filled before each rollout (phase refit). No sample depends on it");
   OURS(policy.generation.background_sms)
   ("SMs of a GPU, in eights and at most half, that compute reference log-probs, critic's values and reward model's "
-   "scores of finished responses while at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a "
-   "GPU, 0 on a CPU, where any other number means a thread of its own. No bit of a result changes (but see "
-   "grpo.early_gradients)")
+   "scores of finished responses while at most 32 are left to be generated; more where products do not start on so "
+   "few; "
+   "0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other number means a thread of its own. No "
+   "bit "
+   "of a result changes (but see grpo.early_gradients)")
       .at_least(-1);
   OURS(policy.generation.forced_lengths)
   ("for measurements only: training responses have these lengths and prompts are cut or repeated to theirs, whatever "

@@ -31,6 +31,10 @@ std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t 
     log_warn("device", "the SMs cannot be divided (" + problem +
                            "): reference log-probs and values are computed after generation; policy."
                            "generation.background_sms=0 asks for that");
+  if (at->second != nullptr && at->second->background_sms > background_sms)
+    log_info("device", std::to_string(at->second->background_sms) +
+                           " SMs compute beside generation: products do not start on the " +
+                           std::to_string(background_sms) + " of policy.generation.background_sms");
   return at->second;
 }
 
