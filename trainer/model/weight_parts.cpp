@@ -104,11 +104,20 @@ WeightPiece WeightParts::piece_of(const RefitCopy& copy) const {
   }
   TRIREME_CHECK(here.begin <= copy.range.begin && copy.range.end <= here.end,
                 "a plan of weights names a range of " + parameters_[index].name + " that is not here");
+  const bool padded = shape.size() == 2 && own->held[1] != own->shape()[1];
+  if (padded && dimension == 0) {  // row by row: behind each is padding
+    return {.offset = own->offset + (copy.range.begin - here.begin) * own->held[1],
+            .rows = copy.range.size(),
+            .columns = shape[1],
+            .stride = own->held[1],
+            .place = places_[index] + copy.range.begin * shape[1],
+            .place_stride = shape[1]};
+  }
   const int64_t inner = product(shape, dimension + 1, shape.size());
   WeightPiece piece;
   piece.rows = product(shape, 0, dimension);
   piece.columns = copy.range.size() * inner;
-  piece.stride = here.size() * inner;
+  piece.stride = padded ? own->held[1] : here.size() * inner;
   piece.place_stride = shape[dimension] * inner;
   piece.offset = own->offset + (copy.range.begin - here.begin) * inner;
   piece.place = places_[index] + copy.range.begin * inner;

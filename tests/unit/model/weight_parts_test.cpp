@@ -25,10 +25,12 @@ at::Tensor flat_of(const ParameterLayout& layout, const std::vector<ModelParamet
     const int64_t columns = own.size() > 1 ? own[1] : 1;
     const int64_t of_whole = own.size() > 1 ? parameter.slice.shape[1] : 1;
     const bool by_columns = parameter.slice.dimension == 1;
-    for (int64_t i = 0; i < parameter.size; ++i) {
+    const int64_t pitch = own.size() > 1 ? parameter.held[1] : 1;  // of a row; behind its elements are zeros
+    for (int64_t i = 0; i < own[0] * columns; ++i) {
       int64_t row = i / columns, column = i % columns;
+      const int64_t at = row * pitch + column;
       (by_columns ? column : row) += parameter.slice.range.begin;
-      numbers[parameter.offset + i] = number_of(index, row * of_whole + column);
+      numbers[parameter.offset + at] = number_of(index, row * of_whole + column);
     }
   }
   return flat;
@@ -39,8 +41,9 @@ struct Rank {
   at::Tensor flat;
 };
 
+// Padded where the widths are no multiples of 8, as on CUDA.
 Rank rank_of_layout(const ModelConfig& config, const ModelSplit& split, const EngineLayouts& layouts) {
-  const ParameterLayout layout = parameter_layout(config, split);
+  const ParameterLayout layout = parameter_layout(config, split, /*freeze_router=*/true, /*padded=*/true);
   return {std::make_unique<WeightParts>(config, layout.parameters, layouts, 8),
           flat_of(layout, model_parameters(config.shape()))};
 }
@@ -104,6 +107,29 @@ TEST(WeightParts, BringEveryElementToItsPlaceInEveryLayout) {
     }
   }
   EXPECT_GT(moved, 100);
+}
+
+TEST(WeightParts, BringEveryElementToItsPlaceBetweenPaddedWidths) {
+  const ModelConfig config = test::tiny_config({.family = ModelFamily::kQwen2,
+                                                .vocab = 50,
+                                                .hidden = 12,
+                                                .intermediate = 20,
+                                                .layers = 2,
+                                                .heads = 4,
+                                                .kv_heads = 4,
+                                                .head_dim = 2});
+  const ModelShape shape = config.shape();
+  int64_t moved = 0;
+  for (const int64_t world : {2, 4}) {
+    for (const Layout& training : legal_layouts({.world = world, .shape = &shape})) {
+      for (const Layout& engine : {Layout{}, Layout{.tp = 2}}) {
+        ASSERT_NO_FATAL_FAILURE(expect_moved(config, {training, {}, engine}, moved % 3, engine.tp - 1, 37))
+            << to_string(training) << " to " << to_string(engine);
+        ++moved;
+      }
+    }
+  }
+  EXPECT_GT(moved, 10);
 }
 
 TEST(WeightParts, OfAModelAreThoseOfItsFlatBuffer) {
