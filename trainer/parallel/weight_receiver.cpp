@@ -27,7 +27,6 @@ struct Source {
   at::Tensor packed;  // for a chunk that goes to several stretches
   std::unique_ptr<WeightWire> wire;
   int64_t transfers = 0;  // over pair
-  bool asked = false;     // over pair, and not answered yet
   WeightPart part;
   WeightMessage header;
 
@@ -35,7 +34,6 @@ struct Source {
     wire.reset();
     packed.reset();
     pair.reset();
-    asked = false;
   }
 };
 
@@ -125,7 +123,6 @@ struct WeightReceiver::Impl {
     store->set(name + "/taken", "1");
     source.pair = std::make_unique<LinkPair>(*store, name, 1, options.store_address, peer(), deadline, cancel);
     source.transfers = 0;
-    source.asked = false;
   }
 
   WeightMessage question(const Source& source, int64_t version) const {
@@ -138,20 +135,18 @@ struct WeightReceiver::Impl {
   void ask(Source& source, int64_t version, const Deadline& deadline) {
     if (!source.pair) connect(source, deadline);
     send_message(*source.pair, question(source, version), deadline);
-    source.asked = true;
   }
 
-  // Asks, if it has not been done, until the source has answered: its header, or that the version is gone. A connection
+  // Asks until the source has answered: its header, or that the version is gone. A connection
   // that ends before the sender has said anything is one that it had given up: the next one is the answer's.
   const WeightMessage& answer(Source& source, int64_t version, const Deadline& deadline) {
     for (;;) {
       cancel.check();
       bool begun = false;
       try {
-        if (!source.asked) ask(source, version, deadline);
+        ask(source, version, deadline);
         source.header = receive_message(*source.pair, deadline);
         begun = true;
-        source.asked = false;
         hear(source, version, deadline);
         return source.header;
       } catch (const Error& error) {
@@ -176,46 +171,33 @@ struct WeightReceiver::Impl {
       throw Error(ErrorKind::kUnavailable, "it has other weights than those that were asked for");
   }
 
-  // Every source keeps its weights of one version, which the first one's are. False: a source has written over it
-  // meanwhile, and none keeps any.
+  // Every source keeps its weights of one version, which the first one's are. One after the other: who keeps weights
+  // hears of this engine from its answer on. False: a source has written over the version meanwhile, and none keeps
+  // any.
   bool pin(SignsOfLife& signs, const Deadline& deadline) {
     std::vector<Source*> kept;
-    const auto keep = [&](Source& source) {
-      kept.push_back(&source);
-      signs.begin(*source.pair);
-    };
-    bool gone = false;
     int64_t version = -1;
     for (const int64_t of : order) {
       rank = of;
-      Source& source = sources[of];
-      const WeightMessage& header = answer(source, version, deadline);
+      const WeightMessage& header = answer(sources[of], version, deadline);
       if (header.kind == WeightMessage::kGone) {
-        gone = true;
         let_be(kept, signs, deadline);
-      } else if (gone) {
-        kept.push_back(&source);
-        let_be(kept, signs, deadline);
-      } else {
-        keep(source);
+        return false;
       }
-      if (version >= 0) continue;
       version = header.version;
+      kept.push_back(&sources[of]);
+      signs.begin(*sources[of].pair);
     }
-    return !gone;
+    return true;
   }
 
-  void let_be(std::vector<Source*>& kept, SignsOfLife& signs, const Deadline& deadline) {
-    for (Source* source : kept) {
-      signs.end(*source->pair);
-      send_message(*source->pair, question_end(), deadline);
-    }
-    kept.clear();
-  }
-  static WeightMessage question_end() {
+  void let_be(const std::vector<Source*>& kept, SignsOfLife& signs, const Deadline& deadline) {
     WeightMessage release;
     release.kind = WeightMessage::kRelease;
-    return release;
+    for (Source* source : kept) {
+      signs.end(*source->pair);
+      send_message(*source->pair, release, deadline);
+    }
   }
 
   int64_t fetch(const Deadline& deadline) {
