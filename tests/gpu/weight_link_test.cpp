@@ -23,7 +23,20 @@ class WeightLinkOnGpus : public testing::GpuTest {
     testing::GpuTest::SetUp();
     if (!IsSkipped() && c10::cuda::device_count() < 2) GTEST_SKIP() << "it takes two GPUs";
     std::signal(SIGPIPE, SIG_IGN);
+    if (IsSkipped()) return;
+    RendezvousOptions rendezvous = port_.place(0, 2, kLong);
+    rendezvous.world_size = 1;
+    store_ = std::make_unique<JobStore>(rendezvous);
+    options.store_port = rendezvous.master_port;
+    options.deadline = kLong;
   }
+
+  WeightLinkOptions options;
+  const at::Device here{at::kCUDA, 0}, there{at::kCUDA, 1};
+
+ private:
+  ListeningPort port_;
+  std::unique_ptr<JobStore> store_;
 };
 
 at::Tensor values(int64_t elements, int64_t seed, at::Device device) {
@@ -33,16 +46,8 @@ at::Tensor values(int64_t elements, int64_t seed, at::Device device) {
 }
 
 TEST_F(WeightLinkOnGpus, TheSameBitsComeTwentyTimesBesideOtherWork) {
-  ListeningPort port;
-  RendezvousOptions rendezvous = port.place(0, 2, kLong);
-  rendezvous.world_size = 1;
-  const JobStore store(rendezvous);
-  WeightLinkOptions options;
-  options.store_port = rendezvous.master_port;
-  options.deadline = kLong;
   options.verify_weights_period = 4;
   constexpr int64_t kElements = (int64_t{300} << 20) + 3;
-  const at::Device here(at::kCUDA, 0), there(at::kCUDA, 1);
   at::Tensor live = values(kElements, 0, here), engine = at::zeros({kElements}, live.options().device(there));
   EXPECT_EQ(weight_checksum(live), weight_checksum(live.cpu()));
   WeightSender sender(options, {.flat = live, .layout = 1});
@@ -62,17 +67,9 @@ TEST_F(WeightLinkOnGpus, TheSameBitsComeTwentyTimesBesideOtherWork) {
 
 // Two ranks share a matrix by columns: each sends a part that is contiguous with it and has gaps at the engine.
 TEST_F(WeightLinkOnGpus, PartsOfTwoRanksBecomeTheWholeBesideOtherWork) {
-  ListeningPort port;
-  RendezvousOptions rendezvous = port.place(0, 2, kLong);
-  rendezvous.world_size = 1;
-  const JobStore store(rendezvous);
-  WeightLinkOptions options;
-  options.store_port = rendezvous.master_port;
-  options.deadline = kLong;
   options.actor_ranks = 2;
   options.verify_weights_period = 2;
   constexpr int64_t kRows = 8192, kColumns = 5000, kFirst = 1800;
-  const at::Device here(at::kCUDA, 0), there(at::kCUDA, 1);
   const auto part_of = [&](int64_t rank, bool sent) {
     const int64_t begin = rank == 0 ? 0 : kFirst, columns = rank == 0 ? kFirst : kColumns - kFirst;
     WeightPart part{.actor_rank = rank, .whole = false, .elements = kRows * columns, .digest = 5};
@@ -109,17 +106,9 @@ TEST_F(WeightLinkOnGpus, PartsOfTwoRanksBecomeTheWholeBesideOtherWork) {
 // A step that the device still has when its engine comes for new weights reads the old ones, also where these are all
 // there are.
 TEST_F(WeightLinkOnGpus, WithoutASecondBufferBytesComeBehindTheStepUnderWay) {
-  ListeningPort port;
-  RendezvousOptions rendezvous = port.place(0, 2, kLong);
-  rendezvous.world_size = 1;
-  const JobStore store(rendezvous);
-  WeightLinkOptions options;
-  options.store_port = rendezvous.master_port;
-  options.deadline = kLong;
   options.second_buffer = false;
   constexpr int64_t kElements = int64_t{64} << 20;
   constexpr int64_t kSleep = 2'000'000'000;  // cycles: a second or more
-  const at::Device here(at::kCUDA, 0), there(at::kCUDA, 1);
   at::Tensor live = values(kElements, 0, here), engine = at::zeros({kElements}, live.options().device(there));
   WeightSender sender(options, {.flat = live, .layout = 1});
   WeightReceiver receiver(options, {.flat = engine, .layout = 1});
