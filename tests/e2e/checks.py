@@ -557,10 +557,10 @@ def unknown_field():
     return done.stderr.strip()[:200]
 
 
-def not_supported():
+def stages_of_generation():
     job = small_job("bad")
-    job["spec"]["roles"]["actor"].update({"gpusPerPod": 8, "processesPerPod": 8, "parallelism": {"ep": 2, "pp": 2}})
-    return refused(job, "denied the request", "not supported yet")[:200]
+    job["spec"]["roles"]["generation"] = {"replicas": 1, "processesPerPod": 2, "parallelism": {"pp": 2}}
+    return refused(job, "denied the request", "spec.roles.generation.parallelism")[:200]
 
 
 def impossible_critic():
@@ -750,7 +750,7 @@ def main():
             ("an impossible layout is refused", impossible_layout),
             ("tensor parallel over pods is refused", wide_tensor_parallel),
             ("an unknown field is refused", unknown_field),
-            ("what is not supported yet is refused", not_supported),
+            ("generation pods with stages are refused", stages_of_generation),
             ("a critic without PPO, or split, is refused", impossible_critic),
             ("the examples are accepted", examples_accepted),
             ("a running job keeps its size", running_unchangeable),
