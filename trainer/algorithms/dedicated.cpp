@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/algorithms/engine_identity.h"
+#include "trainer/algorithms/engine_layout.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/model/weight_view.h"
 #include "trainer/rewards/failures.h"
@@ -140,11 +141,18 @@ DedicatedRollouts::DedicatedRollouts(Session& session, PromptStream& prompts, co
   link.deadline = kTransfer;
   link.verify_weights_period = session.config.grpo.async_grpo.verify_weights_period;
   link.transport = options.transport;
+  link.engine_ranks = engine_ranks(session.config);
+  const Layout engine = engine_layout(session.config, session.policy->config().shape(), session.context.layout());
   parts_ = std::make_unique<WeightParts>(
-      *session.policy, EngineLayouts{.training = session.context.layout(), .stages = stage_options(session.config)});
+      *session.policy,
+      EngineLayouts{.training = session.context.layout(), .stages = stage_options(session.config), .engine = engine});
   WeightRoutes routes;
-  routes.sources = [this](int64_t engine) { return parts_->sources(engine); };
-  routes.sent = [this, rank = link.actor_rank](int64_t engine) { return parts_->sent(rank, engine); };
+  routes.sources = [this, ranks = link.engine_ranks](int64_t receiver) {
+    return parts_->sources(receiver / ranks, receiver % ranks);
+  };
+  routes.sent = [this, own = link.actor_rank, ranks = link.engine_ranks](int64_t receiver) {
+    return parts_->sent(own, receiver / ranks, receiver % ranks);
+  };
   sender_ = std::make_unique<WeightSender>(link, weight_view(*session.policy), std::move(routes));
   before_update_ = std::move(session.optimizer->before_update);
   session.optimizer->before_update = [this] {
@@ -194,8 +202,11 @@ void DedicatedRollouts::make_desk(const DedicatedOptions& options, const Rollout
   desk.refuses = [config = config,
                   actor = identity_of(config, session_.policy->config(), session_.model_dir, options.hf_home)](
                      const JoinRequest& engine) { return difference_of_engine(actor, config, engine); };
-  desk_ = std::make_unique<SharedDesk>(
-      std::move(desk), [this](int64_t engine, const std::string& link) { sender_->serve(engine, link); });
+  desk_ = std::make_unique<SharedDesk>(std::move(desk),
+                                       [this, ranks = engine_ranks(config)](int64_t engine, const std::string& link) {
+                                         for (int64_t rank = 0; rank < ranks; ++rank)
+                                           sender_->serve(engine * ranks + rank, link_of_rank(link, rank));
+                                       });
 }
 
 void DedicatedRollouts::make_server(const DedicatedOptions& options) {

@@ -3,9 +3,12 @@
 //
 // Rank 0 has the desk (trainer/work): the ledger, and who generates what. All ranks wait for it to have the next step's
 // groups, and get them by one broadcast. Behind a step's training each rank publishes its weights; before the optimizer
-// writes them the next time they are retracted, so that training and transfers run beside each other. Engines have the
-// whole model on one device each; of a policy that ranks split each of them sends its part. Weights that ranks share
-// are whole from one training to the next, and retracted before they are released for it.
+// writes them the next time they are retracted, so that training and transfers run beside each other. Of a policy that
+// ranks split each of them sends its part. Weights that ranks share are whole from one training to the next, and
+// retracted before they are released for it.
+//
+// An engine may be several ranks of one machine, each of which has its part of the model (engine_layout.h) and is sent
+// it; one of them speaks for all.
 //
 // - In turn (age 0): a group is begun with the weights that its step begins with.
 // - Exact versions (exact_versions): with those of max(0, v(s) - age) and no others. The write of the weights waits

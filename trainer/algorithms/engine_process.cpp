@@ -16,15 +16,14 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "topology/combine_blocks.h"
+#include "trainer/algorithms/engine_follower.h"
 #include "trainer/algorithms/engine_identity.h"
+#include "trainer/algorithms/engine_layout.h"
+#include "trainer/algorithms/engine_rank.h"
+#include "trainer/algorithms/failure.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/rollouts.h"
-#include "trainer/algorithms/session.h"
 #include "trainer/algorithms/session_parts.h"
-#include "trainer/model/weight_parts.h"
-#include "trainer/model/weight_view.h"
-#include "trainer/ops/linear.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/link_pair.h"
 #include "trainer/rollout/host.h"
@@ -38,7 +37,8 @@ constexpr Milliseconds kActorGone{5000};  // nobody answers for so long
 constexpr Milliseconds kLongPoll{5000};   // at most
 constexpr Milliseconds kRewardLook{50};
 constexpr Milliseconds kBetweenSteps{300000};  // for a step to end: the first one warms up and captures graphs
-constexpr Milliseconds kTransferDeadline{60000};
+constexpr Milliseconds kTransfer{60000};
+constexpr Milliseconds kAskAgain{20};  // for weights that are gone: another version is under way
 
 // What the actor hands out, until it has it back.
 struct Running {
@@ -54,14 +54,16 @@ bool others_would_meet(ErrorKind kind) {
 
 class EngineProcess final {
  public:
-  EngineProcess(const Config& config, const EngineProcessOptions& options);
+  explicit EngineProcess(EngineRank& rank);
   ~EngineProcess();
   void run();
 
  private:
-  void find_actor();
+  void generate();
+  void end_followers(const std::string& why);
   void join(WorkClient& client);
-  WorkClient client() const { return WorkClient({url_, ticket_, kActorGone}, &stopping_); }
+  WorkClient client() const { return WorkClient(place(), &stopping_); }
+  WorkClientOptions place() const { return {rank_.url(), rank_.ticket(), kActorGone}; }
 
   // Each the work of one thread.
   void lease_work();
@@ -72,16 +74,17 @@ class EngineProcess final {
   void finished(GeneratedGroup group);                         // on the host's thread
   bool apply_when_idle(WorkClient& client, bool had_nothing);  // whether the weights are others now
   int64_t fetch(WorkClient& client, WeightsReply reply);
+  int64_t receive(const WeightsReply& reply);
+  bool pin_elsewhere(const WeightsReply& reply, int64_t version);
   void fetch_in_place(WorkClient& client, const WeightsReply& reply);
   void apply(int64_t version);
   KeptCache kept_at_change() const;
+  void tell_weights(int64_t version, KeptCache kept);
   void set_version(int64_t version, double stall_s);
   void fail(std::exception_ptr error);
   void end();
   template <typename Fn>
   std::thread guarded(Fn&& fn);
-  // A GPU is the current one of a thread.
-  void use_device() const { (void)choose_device(config_.cluster.device, options_.rendezvous.local_rank); }
   int64_t fetched() const {
     const std::lock_guard lock(mutex_);
     return fetched_;
@@ -91,25 +94,19 @@ class EngineProcess final {
     return caller_;
   }
 
+  EngineRank& rank_;
   const Config& config_;
   const EngineProcessOptions& options_;
+  EngineGroup& group_;
   EngineFaults faults_;
   bool transfer_begins_ = false;  // of the thread that fetches
-  const std::filesystem::path model_dir_;
-  const std::shared_ptr<const Tokenizer> tokenizer_;
+  bool torn_ = false;             // weights that are read came to some ranks, or in part
   RewardPool rewards_;
-  std::unique_ptr<Model> model_;
-  std::string url_, ticket_;
-  Layout actors_;
   JoinRequest join_;
   bool in_flight_ = false, kept_ = false;
   int64_t group_size_ = 1;
   Milliseconds long_poll_ = kLongPoll;
-  std::unique_ptr<WeightReceiver> receiver_;
-  std::unique_ptr<WeightParts> sources_;
-  // Of the engine's number, of the thread that fetches.
-  int64_t parts_of_ = -1;
-  std::vector<WeightPart> parts_;
+  WeightReceiver* receiver_ = nullptr;  // rank_'s
   std::unique_ptr<EngineHost> host_;
 
   mutable std::mutex mutex_;
@@ -126,53 +123,22 @@ class EngineProcess final {
   std::atomic<int64_t> looks_{0};  // for rewards: what is in hand is being worked on
 };
 
-EngineProcess::EngineProcess(const Config& config, const EngineProcessOptions& options)
-    : config_(config),
-      options_(options),
-      faults_(options.fault),
-      model_dir_(resolve_model(config.policy.model_name, options.hf_home)),
-      tokenizer_(load_tokenizer(config, options.hf_home, model_dir_)),
-      rewards_(reward_options(config, options.rewards), uses_reward_model(config)) {
-  const ModelConfig description = ModelConfig::load(model_dir_);
-  ModelOptions model_options = engine_model_options(config, options.rendezvous.local_rank, description);
-  // As many as in training, so that experts are added up in the same order.
-  if (description.num_experts > 0) {
-    model_options.combine_blocks =
-        combine_blocks(description.num_experts, config.policy.moe_combine_blocks, parallel_sizes(config).expert);
-  }
-  // The weights come from the actor, the first ones too.
-  model_ = std::make_unique<Model>(description, model_options);
-  if (model_options.device.is_cpu()) choose_linear_mode(model_->linear_shapes(), model_options.dtype);
-  ParallelContext alone;
-  if (!rows_are_exact(*model_, config, alone))
-    log_warn("engine", "linear layers do not keep row bits on this machine: log-probs differ from the loss's");
-  join_ = identity_of(config, description, model_dir_, options.hf_home);
-  join_.name = options.name;
+EngineProcess::EngineProcess(EngineRank& rank)
+    : rank_(rank),
+      config_(rank.config()),
+      options_(rank.options()),
+      group_(rank.group()),
+      faults_(options_.fault),
+      rewards_(reward_options(config_, options_.rewards), uses_reward_model(config_)) {
+  join_ = identity_of(config_, rank.model().config(), rank.model_dir(), options_.hf_home);
+  join_.name = options_.name;
   std::random_device device;
   join_.session = std::to_string((static_cast<uint64_t>(device()) << 32) | device());
-  find_actor();
 }
 
 EngineProcess::~EngineProcess() {
   end();
   host_.reset();  // its thread uses what lies behind it
-}
-
-// The store is there when the actors have met, the ticket when they are ready.
-void EngineProcess::find_actor() {
-  const RendezvousOptions& r = options_.rendezvous;
-  const auto patience = Milliseconds(static_cast<int64_t>(config_.cluster.collective_timeout_s * 1000));
-  const Deadline deadline = Deadline::after(patience);
-  LinkStore store(r.master_address, r.master_port, r.attempt, patience);
-  const LinkCancel nobody_cancels;
-  const std::string missing =
-      "the run's work server did not come: its actor generates itself "
-      "(policy.generation.colocated.enabled), or did not get so far";
-  ticket_ = store.get(kWorkTicketKey, deadline, nobody_cancels, missing);
-  actors_ = parse_layout(store.get(kActorLayoutKey, deadline, nobody_cancels, missing));
-  url_ = options_.work_url;
-  if (url_.empty())
-    url_ = "http://" + r.master_address + ":" + store.get(kWorkPortKey, deadline, nobody_cancels, missing);
 }
 
 void EngineProcess::join(WorkClient& client) {
@@ -199,7 +165,7 @@ void EngineProcess::fail(std::exception_ptr error) {
 // All threads leave soon.
 void EngineProcess::end() {
   stopping_ = true;
-  if (receiver_) receiver_->cancel();
+  if (receiver_ != nullptr) receiver_->cancel();
   { const std::lock_guard lock(mutex_); }  // who has just looked is waiting by now
   changed_.notify_all();
 }
@@ -208,7 +174,7 @@ template <typename Fn>
 std::thread EngineProcess::guarded(Fn&& fn) {
   return std::thread([this, fn = std::forward<Fn>(fn)] {
     try {
-      use_device();
+      rank_.use_device();
       fn();
     } catch (...) {
       fail(std::current_exception());
@@ -217,35 +183,41 @@ std::thread EngineProcess::guarded(Fn&& fn) {
 }
 
 void EngineProcess::run() {
+  try {
+    generate();
+  } catch (const std::exception& error) {
+    host_.reset();
+    end_followers(error.what());
+    throw;
+  }
+  end_followers("");
+}
+
+// Behind the engine's last step.
+void EngineProcess::end_followers(const std::string& why) {
+  try {
+    group_.tell({.kind = EngineMessage::kEnd, .text = why});
+  } catch (const Error&) {  // they have ended before
+  }
+}
+
+void EngineProcess::generate() {
   WorkClient first = client();
   join(first);
-  WeightLinkOptions link;
-  link.store_address = options_.rendezvous.master_address;
-  link.store_port = options_.rendezvous.master_port;
-  link.attempt = options_.rendezvous.attempt;
-  link.engine = caller_.engine;
-  link.deadline = kTransferDeadline;
-  link.transport = options_.transport;
-  link.second_buffer = options_.second_buffer;
+  group_.tell({.kind = EngineMessage::kBegin, .number = caller_.engine, .text = {}});
+  std::function<void(int64_t)> on_bytes;
   if (options_.fault.kind != EngineFault::Kind::kNone) {
-    link.on_bytes = [this](int64_t) {
+    on_bytes = [this](int64_t) {
       if (std::exchange(transfer_begins_, false)) faults_.begins("transfer");
     };
   }
-  receiver_ = std::make_unique<WeightReceiver>(link, weight_view(*model_));
-  sources_ =
-      std::make_unique<WeightParts>(*model_, EngineLayouts{.training = actors_, .stages = stage_options(config_)});
-  host_ = std::make_unique<EngineHost>(
-      [this, threads = at::get_num_threads()] {
-        at::set_num_threads(threads);
-        use_device();
-        EngineOptions engine = engine_options(config_);
-        engine.lanes = 1;  // it has no stages, whatever training has
-        return std::make_unique<Engine>(*model_, tokenizer_.get(), engine, training_sampling(config_, *tokenizer_));
-      },
-      [this](GeneratedGroup group) { finished(std::move(group)); });
-  log_info("engine", options_.name + " generates for the run at " + url_ + " on " +
-                         device_name(model_->options().device) + ", as engine " + std::to_string(caller_.engine));
+  rank_.make_receiver(caller_.engine, on_bytes);
+  receiver_ = rank_.receiver();
+  host_ = std::make_unique<EngineHost>([this, threads = at::get_num_threads()] { return rank_.make_engine(threads); },
+                                       [this](GeneratedGroup group) { finished(std::move(group)); }, &group_);
+  const std::string devices = group_.size() == 1 ? "" : std::to_string(group_.size()) + " x ";
+  log_info("engine", options_.name + " generates for the run at " + rank_.url() + " on " + devices +
+                         device_name(rank_.model().options().device) + ", as engine " + std::to_string(caller_.engine));
   if (options_.on_ready) options_.on_ready();
   std::vector<std::thread> threads;
   threads.push_back(guarded([this] { lease_work(); }));
@@ -268,7 +240,7 @@ void EngineProcess::run() {
   } catch (const std::exception& error) {
     leave.why = error.what();
   }
-  WorkClient({url_, ticket_, kActorGone}, nullptr).leave(leave);
+  WorkClient(place(), nullptr).leave(leave);
   host_.reset();
   if (failure_) std::rethrow_exception(failure_);
 }
@@ -341,15 +313,54 @@ bool EngineProcess::apply_when_idle(WorkClient& client, bool had_nothing) {
   return true;
 }
 
+// The newest weights, of one version on all ranks of the engine.
+int64_t EngineProcess::receive(const WeightsReply& reply) {
+  const std::vector<WeightPart>& parts = rank_.parts(reply.engine);
+  if (group_.size() == 1) return receiver_->fetch(reply.link, parts);
+  const Deadline deadline = Deadline::after(kTransfer);
+  int64_t version = -1;
+  for (bool pinned = false; !pinned;) {
+    version = receiver_->pin(reply.link, parts, -1);
+    if (version >= 0) pinned = pin_elsewhere(reply, version);
+    if (pinned) break;
+    if (deadline.passed()) fail_timeout("the weights were written over whenever all ranks were asked");
+    std::this_thread::sleep_for(kAskAgain);
+  }
+  torn_ = receiver_->needs_stop();
+  int64_t here = -1;
+  {
+    const std::lock_guard lock(mutex_);
+    here = version_;
+  }
+  (void)group_.order({.kind = EngineMessage::kReceive, .number = here, .text = {}},
+                     [this] { receiver_->receive_pinned(); });
+  torn_ = false;
+  return version;
+}
+
+// The engine's other ranks. Where that cannot be, nobody keeps any.
+bool EngineProcess::pin_elsewhere(const WeightsReply& reply, int64_t version) {
+  const auto let_be = [&] {
+    (void)group_.order({.kind = EngineMessage::kRelease, .text = {}}, [this] { receiver_->release(); });
+  };
+  try {
+    const EngineMessage order{.kind = EngineMessage::kPin, .number = version, .flag = reply.engine, .text = reply.link};
+    if (group_.order(order)) return true;
+  } catch (const Error&) {
+    let_be();
+    throw;
+  }
+  let_be();
+  return false;
+}
+
 // Fetches; a transfer that breaks is asked for again, three times in all.
 int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
   for (int tries = 1;; ++tries) {
     faults_.begins("fetching");
     transfer_begins_ = true;
     try {
-      if (parts_of_ != reply.engine) parts_ = sources_->received(reply.engine);
-      parts_of_ = reply.engine;
-      return receiver_->fetch(reply.link, parts_);
+      return receive(reply);
     } catch (const Error& error) {
       if (tries == kTransferTries || stopping_ || error.kind() == ErrorKind::kUser) throw;
       log_warn("engine", std::string(error.what()) + "; asking again");
@@ -366,6 +377,10 @@ int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
 KeptCache EngineProcess::kept_at_change() const {
   const std::lock_guard lock(mutex_);
   return kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing;
+}
+
+void EngineProcess::tell_weights(int64_t version, KeptCache kept) {
+  group_.tell({.kind = EngineMessage::kWeights, .number = version, .flag = static_cast<int64_t>(kept), .text = {}});
 }
 
 // Behind the change, when it is known what decoding stood still for it: the actor hears of both at once.
@@ -385,6 +400,7 @@ void EngineProcess::apply(int64_t version) {
   const KeptCache kept = kept_at_change();
   const auto change = [&](Engine& engine) {
     faults_.begins("applying");
+    tell_weights(version, kept);
     receiver_->apply();
     engine.weights_changed(version, kept);
   };
@@ -400,14 +416,16 @@ void EngineProcess::fetch_in_place(WorkClient& client, const WeightsReply& reply
   const auto change = [&](Engine& engine) {
     const Stopwatch watch;
     try {
+      group_.be_still();
       version = fetch(client, reply);
     } catch (const Error& error) {
-      if (!receiver_->torn()) throw;
+      if (!receiver_->torn() && !torn_) throw;
       throw UnusableEngine(error.kind(),
                            std::string(error.what()) +
                                "; its weights are in part the ones before, so this engine generates nothing any more");
     }
     faults_.begins("applying");
+    tell_weights(version, kept);
     engine.weights_changed(version, kept);
     stall_s = watch.seconds();
   };
@@ -419,6 +437,7 @@ void EngineProcess::fetch_in_place(WorkClient& client, const WeightsReply& reply
 void EngineProcess::follow_weights() {
   WorkClient client = this->client();
   while (!stopping_) {
+    group_.give_sign_of_life();
     int64_t after = -1;
     bool first = false;
     {
@@ -494,7 +513,7 @@ void EngineProcess::finished(GeneratedGroup group) {
       running.samples.push_back(to_sample(running.work.group, running.work.first_sample + static_cast<int64_t>(i),
                                           running.prompt, std::move(group.samples[i])));
       const Sample& sample = running.samples.back();
-      requests.push_back(reward_request(example, sample.response, sample.truncated, *tokenizer_));
+      requests.push_back(reward_request(example, sample.response, sample.truncated, rank_.tokenizer()));
     }
     id = next_reward_++;
     unrewarded_.emplace(id, std::move(running));
@@ -558,8 +577,18 @@ void run_engine(const Config& config, const EngineProcessOptions& options) {
     fail_user("trireme engine is for a run with policy.generation.colocated.enabled=false; this one's ranks generate");
   if (options.rendezvous.master_port == 0)
     fail_user("trireme engine needs MASTER_ADDR and MASTER_PORT, where the run's first actor has its store");
-  prepare_devices({});
-  EngineProcess(config, options).run();
+  const int64_t ranks = engine_ranks(config);
+  if (options.rank < 0 || options.rank >= ranks) {
+    fail_user("this process is rank " + std::to_string(options.rank) + " of its engine, which has " +
+              std::to_string(ranks) + " (policy.generation.tensor_parallel_size)");
+  }
+  EngineRank rank(config, options);
+  run_and_report(rank.group().ranks(), [&] {
+    if (rank.group().leads())
+      EngineProcess(rank).run();
+    else
+      follow_leader(rank);
+  });
 }
 
 }  // namespace trireme

@@ -1,5 +1,6 @@
 // run_engine: a process that generates for a run which trains elsewhere (`trireme engine`). It has the model, the
-// tokenizer and the rewards of the run's configuration, no optimizer and no data.
+// tokenizer and the rewards of the run's configuration, no optimizer and no data. Several processes of one machine are
+// one engine where policy.generation.tensor_parallel_size says so; the first of them speaks for it (engine_group.h).
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,9 @@
 namespace trireme {
 
 struct EngineProcessOptions {
-  std::string name;              // of this engine; no other that runs has it
+  std::string name;              // of this engine, with all of its ranks; no other that runs has it
+  std::string start = "0";       // which one of that name: how often it was started before
+  int rank = 0;                  // in the engine
   std::string work_url;          // http://host:port of actor 0; empty: the port is in the job's store
   RendezvousOptions rendezvous;  // of the actors: address, port and attempt of their store; local_rank: the device
   std::filesystem::path hf_home;

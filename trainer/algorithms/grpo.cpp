@@ -16,6 +16,7 @@
 #include "trainer/algorithms/datasets.h"
 #include "trainer/algorithms/dedicated.h"
 #include "trainer/algorithms/dynamic_sampling.h"
+#include "trainer/algorithms/engine_layout.h"
 #include "trainer/algorithms/forced_lengths.h"
 #include "trainer/algorithms/grpo_validation.h"
 #include "trainer/algorithms/options.h"
@@ -241,7 +242,9 @@ class GrpoLoop final {
     const auto arithmetic = [&](const Layout& layout) {
       return Arithmetic{.dtype = config_.policy.precision, .tp = layout.tp, .etp = layout.etp};
     };
-    const Layout generation = elsewhere ? Layout{} : session_.context.generation().layout;
+    const Layout generation = elsewhere
+                                  ? engine_layout(config_, session_.policy->config().shape(), session_.context.layout())
+                                  : session_.context.generation().layout;
     const Exactness found = exactness(arithmetic(generation), arithmetic(session_.context.layout()));
     const bool exact =
         elsewhere || rows_are_exact(refit_->model(), config_, session_.context);  // an engine looks itself

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/algorithms/engine_layout.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/stage_links.h"
@@ -59,6 +60,7 @@ std::optional<Layout> generation_layout(const Config& config, const Layout& trai
 
 std::optional<std::string> generation_problem(const Config& config, const ModelShape& shape, const std::string& model,
                                               const Layout& training, int64_t of_node) {
+  if (has_rollouts(config) && generates_elsewhere(config)) return engine_problem(config, shape, model, training);
   const std::optional<Layout> layout = generation_layout(config, training);
   if (!layout) return std::nullopt;
   const GenerationConfig& g = config.policy.generation;

@@ -17,8 +17,8 @@ namespace trireme {
 // their own generate there is none: what these ranks generate, for validation, they do as they train.
 std::optional<Layout> generation_layout(const Config& config, const Layout& training);
 
-// Why that cannot be: one sentence that begins with the key; nothing where it can. `of_node`: ranks of a node, which
-// tensor ranks do not leave; 0: not known.
+// Why that cannot be, or the layout of engines elsewhere: one sentence that begins with the key; nothing where it can.
+// `of_node`: ranks of a node, which tensor ranks do not leave; 0: not known.
 std::optional<std::string> generation_problem(const Config& config, const ModelShape& shape, const std::string& model,
                                               const Layout& training, int64_t of_node);
 

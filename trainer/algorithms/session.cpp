@@ -155,7 +155,8 @@ namespace {
 
 std::unique_ptr<Model> load_reward_model(const RewardModelFolder& folder, const Config& config, int local_rank,
                                          ParallelContext& context) {
-  const ModelOptions options = engine_model_options(config, local_rank, folder.model);  // whole, whatever the policy is
+  ParallelContext alone;  // whole, whatever the policy is
+  const ModelOptions options = untrained_model_options(config, local_rank, folder.model, alone);
   std::unique_ptr<Model> model;
   if (config.policy.random_weights) {
     model = std::make_unique<Model>(folder.model, options);

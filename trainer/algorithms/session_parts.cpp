@@ -59,9 +59,9 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
 }
 
 // Whatever stages the policy has, this has none.
-ModelOptions engine_model_options(const Config& config, int local_rank, const ModelConfig& model) {
-  ParallelContext alone;
-  ModelOptions options = options_on(config, local_rank, model, alone, {});
+ModelOptions untrained_model_options(const Config& config, int local_rank, const ModelConfig& model,
+                                     ParallelContext& context) {
+  ModelOptions options = options_on(config, local_rank, model, context, {});
   options.trainable = options.lends_gradients = false;
   options.gradient_dtype.reset();
   options.sharding = {};

@@ -13,8 +13,9 @@ namespace trireme {
 
 // The options of config.policy's model on this rank.
 ModelOptions policy_options(const Config& config, int local_rank, const ModelConfig& model, ParallelContext& context);
-// Of a model that generates in a process of its own: whole, and not trained.
-ModelOptions engine_model_options(const Config& config, int local_rank, const ModelConfig& model);
+// Of a model that is not trained, on ranks of its own, which are not the policy's: alone a rank has it whole.
+ModelOptions untrained_model_options(const Config& config, int local_rank, const ModelConfig& model,
+                                     ParallelContext& context);
 // The tokenizer of a run whose model is in `model_dir`.
 std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const std::filesystem::path& hf_home,
                                                 const std::filesystem::path& model_dir);

@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/algorithms/critic_rank.h"
+#include "trainer/algorithms/engine_layout.h"
 #include "trainer/algorithms/engine_process.h"
 #include "trainer/algorithms/grpo.h"
 #include "trainer/algorithms/options.h"
@@ -189,6 +190,18 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   return 0;
 }
 
+// The processes of a launch are engines one behind the other, each of as many ranks as the configuration says.
+void set_place_of_engine(const Config& config, EngineProcessOptions& options) {
+  const int64_t here = environment_int("WORLD_SIZE", 1), own = environment_int("RANK", 0), ranks = engine_ranks(config);
+  if (here % ranks != 0) {
+    fail_user("an engine has " + std::to_string(ranks) + " ranks (policy.generation.tensor_parallel_size), and " +
+              std::to_string(here) + " processes were started together: start a multiple of " + std::to_string(ranks) +
+              " (launch --nproc-per-node)");
+  }
+  options.rank = static_cast<int>(own % ranks);
+  if (here > ranks) options.name += "-" + std::to_string(own / ranks);
+}
+
 // Of the actor's arguments those count that say what is generated; the rest is accepted, so that one line starts both.
 int engine(const TrainArguments& arguments, const CommandContext& context) {
   std::vector<std::string> overrides = arguments.overrides;
@@ -197,8 +210,8 @@ int engine(const TrainArguments& arguments, const CommandContext& context) {
   const Config config = load_config(arguments.config, overrides, &warnings, environment_variable);
   EngineProcessOptions options;
   options.name = environment("TRIREME_ENGINE_NAME", "engine-" + std::to_string(::getpid()));
-  // One of several of a pod, started by `launch -- engine`.
-  if (environment_int("WORLD_SIZE", 1) > 1) options.name += "-" + std::to_string(environment_int("RANK", 0));
+  options.start = environment("TRIREME_ENGINE_START", "0");
+  set_place_of_engine(config, options);
   options.work_url = environment("TRIREME_WORK_URL", "");
   options.rendezvous = rendezvous_from_environment(config.cluster.collective_timeout_s);
   options.hf_home = hf_home_from_environment();
@@ -213,12 +226,36 @@ int engine(const TrainArguments& arguments, const CommandContext& context) {
   options.on_ready = context.read_signals;
   LogOptions log;
   log.format = arguments.log_format == "json" ? LogFormat::kJson : LogFormat::kText;
-  log.tag = options.name;
+  log.tag = options.name + (options.rank > 0 ? "." + std::to_string(options.rank) : "");
   log_setup(log);
   validate_supported(config);
   use_threads(local_world_from_environment());
   run_engine(config, options);
   return 0;
+}
+
+void add_train_options(CLI::App& verb, TrainArguments& arguments) {
+  verb.add_option("--algorithm", arguments.algorithm, "grpo, ppo or sft (default: the configuration's)");
+  verb.add_option("--config", arguments.config, "YAML file")->required();
+  verb.add_option("--layout", arguments.layout, "parallel sizes: tp=1,cp=1,ep=1,dp=N,pp=1");
+  verb.add_flag("--print-config", arguments.print_config,
+                "print the resolved configuration, report keys without effect or support, and exit");
+  verb.add_option("--log-format", arguments.log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
+  verb.add_option("overrides", arguments.overrides, "key.sub=value, applied over the file");
+}
+
+// Of a run with this command line, "train" first.
+int ranks_of_its_engines(const std::vector<std::string>& command) {
+  TrainArguments arguments;
+  CLI::App verb;
+  add_train_options(verb, arguments);
+  try {
+    verb.parse(std::vector<std::string>(command.rbegin(), command.rend() - 1));  // which CLI11 takes from its end
+  } catch (const CLI::ParseError& error) {
+    fail_user(std::string("launch: train: ") + error.what());
+  }
+  return static_cast<int>(
+      engine_ranks(load_config(arguments.config, arguments.overrides, nullptr, environment_variable)));
 }
 
 struct LaunchArguments {
@@ -277,6 +314,7 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
     if (arguments.command.front() != "train" || options.nodes > 1)
       fail_user("launch: --engines is for a run on one machine: trireme launch --engines N -- train --config FILE");
     options.engines = arguments.engines;
+    options.engine_ranks = ranks_of_its_engines(arguments.command);
     options.engine_command = options.command;
     options.engine_command[1] = "engine";
   }
@@ -299,7 +337,7 @@ void add_engine_command(CLI::App& app, CommandContext& context) {
   verb->add_option("--algorithm", arguments->algorithm, "the same as the run's");
   verb->add_option("--config", arguments->config, "YAML file: the run's configuration")->required();
   verb->add_option("--layout", arguments->layout,
-                   "the run's; accepted and not used, since an engine holds the whole model");
+                   "the run's; accepted and not used: an engine's is policy.generation.tensor_parallel_size");
   verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
   verb->add_flag(
       "--no-second-buffer", arguments->no_second_buffer,
@@ -317,13 +355,7 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     auto arguments = std::make_shared<TrainArguments>();
     CLI::App* verb =
         app.add_subcommand("train", "train: one rank of a run (reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)");
-    verb->add_option("--algorithm", arguments->algorithm, "grpo, ppo or sft (default: the configuration's)");
-    verb->add_option("--config", arguments->config, "YAML file")->required();
-    verb->add_option("--layout", arguments->layout, "parallel sizes: tp=1,cp=1,ep=1,dp=N,pp=1");
-    verb->add_flag("--print-config", arguments->print_config,
-                   "print the resolved configuration, report keys without effect or support, and exit");
-    verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
-    verb->add_option("overrides", arguments->overrides, "key.sub=value, applied over the file");
+    add_train_options(*verb, *arguments);
     verb->callback(
         [arguments, &context] { context.run = [arguments, &context] { return train(*arguments, context); }; });
   }
@@ -335,8 +367,10 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--nproc-per-node", arguments->processes, "ranks on this machine (default: 1)");
     verb->add_option("--critic-ranks", arguments->critic_ranks,
                      "PPO: further ranks for the critic (default: the critic is on the actor's ranks)");
-    verb->add_option("--engines", arguments->engines,
-                     "generation processes on this machine, for policy.generation.colocated.enabled=false");
+    verb->add_option(
+        "--engines", arguments->engines,
+        "engines on this machine, for policy.generation.colocated.enabled=false, each of as many processes as "
+        "policy.generation.tensor_parallel_size says");
     verb->add_option("--nnodes", arguments->nodes, "number of machines (default: NNODES or 1)");
     verb->add_option("--node-rank", arguments->node_rank, "number of this machine (default: NODE_RANK or 0)");
     verb->add_option("--master-addr", arguments->master_address,

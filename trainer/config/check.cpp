@@ -118,6 +118,17 @@ void check_lengths(const Config& c, Problems& out) {
   }
 }
 
+// Of processes that generate for ranks elsewhere: how many a machine has is not the configuration's to know.
+void check_engine(const Config& c, Problems& out) {
+  const GenerationConfig& g = c.policy.generation;
+  const int64_t tensor = std::max<int64_t>(1, g.tensor_parallel_size);
+  if (g.expert_parallel_size > 1 && tensor % g.expert_parallel_size != 0) {
+    out.push_back({"policy.generation.expert_parallel_size",
+                   number(g.expert_parallel_size) + " does not divide the " + number(tensor) +
+                       " tensor ranks of an engine (policy.generation.tensor_parallel_size)"});
+  }
+}
+
 void check_generation(const Config& c, Problems& out) {
   const GenerationConfig& g = c.policy.generation;
   if (g.fold_pipeline && parallel_sizes(c).pipeline == 1 && auto_sizes(c).empty()) {
@@ -130,7 +141,13 @@ void check_generation(const Config& c, Problems& out) {
                                                            "generates without: leave one of them out"});
   }
   const int64_t stages = g.fold_pipeline ? 1 : parallel_sizes(c).pipeline;
-  if (g.tensor_parallel_size > 1 && world_size(c) % saturating_product(g.tensor_parallel_size, stages) != 0) {
+  if (generates_elsewhere(c)) {
+    check_engine(c, out);
+  } else if (g.expert_parallel_size > 0) {
+    out.push_back({"policy.generation.expert_parallel_size",
+                   "is for engines (policy.generation.colocated.enabled false); ranks that train generate with the "
+                   "experts that they train: leave it 0"});
+  } else if (g.tensor_parallel_size > 1 && world_size(c) % saturating_product(g.tensor_parallel_size, stages) != 0) {
     out.push_back({"policy.generation.tensor_parallel_size", number(g.tensor_parallel_size) + " x " + number(stages) +
                                                                  " stages do not divide the " + number(world_size(c)) +
                                                                  " ranks"});

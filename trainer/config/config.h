@@ -243,7 +243,8 @@ struct GenerationConfig {
   int64_t kv_cache_tokens = 0;            // (ours) rows of the KV cache, per rank; 0: from free memory
   double kv_cache_memory_fraction = 0.6;  // (ours) of the device's memory, when kv_cache_tokens is 0
   int64_t pipeline_lanes = 0;             // (ours) of pipeline stages; 0: as many as stages
-  int64_t tensor_parallel_size = 0;       // (ours) tensor ranks of generation; 0: as in training
+  int64_t tensor_parallel_size = 0;       // (ours) tensor ranks of generation; 0: as in training, of an engine 1
+  int64_t expert_parallel_size = 0;       // (ours) of an engine's tensor ranks, which share experts; 0: derived
   bool fold_pipeline = false;             // (ours) generation has no stages: each rank has its part of all layers
   int64_t background_sms = -1;            // (ours) for passes beside the last responses; -1: see fields_model.cpp
   // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: responses end by themselves

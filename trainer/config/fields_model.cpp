@@ -111,7 +111,13 @@ void add_generation(std::vector<Field>& table) {
   OURS(policy.generation.tensor_parallel_size)
   ("tensor parallel ranks of generation; 0: as in training. Another number takes memory for a second copy of the "
    "weights while generating, filled before each rollout (phase refit), and makes previous log-probs a pass of their "
-   "own. Of engines (colocated.enabled=false) 0 and 1 are one device each, which is all that they can have yet")
+   "own. Of an engine (colocated.enabled=false) its devices, of one machine; 0: one. With as many as training has "
+   "log-probs need no pass of their own")
+      .at_least(0);
+  OURS(policy.generation.expert_parallel_size)
+  ("of an engine (colocated.enabled=false): how many parts its experts are split into, each of which some of its "
+   "tensor "
+   "ranks have; 0: as many as tensor ranks and combine blocks (policy.moe_combine_blocks) allow. No bit depends on it")
       .at_least(0);
   OURS(policy.generation.fold_pipeline)
   ("generate without the pipeline stages of training: each rank has its part of all layers, in a second copy of the "

@@ -50,14 +50,11 @@ void refuse_critic(const Config& c, const std::function<void(bool, const std::st
          "balancing the experts of a critic");
 }
 
-// Engines have the whole model on one device each, whatever ranks of training share it.
 void refuse_elsewhere(const Config& c,
                       const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
   refuse(parallel_sizes(c).expert_tensor > 1, "policy.generation.colocated.enabled",
          "generation on devices of its own from a policy of expert tensor parallel size " +
              std::to_string(parallel_sizes(c).expert_tensor));
-  refuse(c.policy.generation.tensor_parallel_size > 1, "policy.generation.tensor_parallel_size",
-         "generation on devices of its own (policy.generation.colocated.enabled) by engines of several devices");
 }
 
 }  // namespace

@@ -27,44 +27,74 @@ Engines::Engines(const LaunchOptions& options, int port, Orphans& orphans)
 }
 
 void Engines::start(Engine& engine) {
+  engine.again = engine.kill = Deadline(SteadyClock::time_point::max());
+  engine.ranks.resize(static_cast<size_t>(options_.engine_ranks));
+  for (int number = 0; number < options_.engine_ranks; ++number)
+    start_rank(engine, number, engine.ranks[static_cast<size_t>(number)]);
+}
+
+void Engines::start_rank(const Engine& engine, int number, Rank& rank) {
   SpawnOptions spawn;
   spawn.argv = options_.engine_command;
   spawn.set_env = options_.environment;
   spawn.set_env["TRIREME_ROLE"] = "generation";
-  spawn.set_env["TRIREME_ENGINE_NAME"] = "engine-" + std::to_string(engine.number);
+  spawn.set_env["TRIREME_ENGINE_NAME"] = engine.name();
+  spawn.set_env["TRIREME_ENGINE_START"] = std::to_string(engine.failures);
   spawn.set_env["MASTER_ADDR"] = options_.master_address;
   spawn.set_env["MASTER_PORT"] = std::to_string(port_);
   // Devices behind those of the ranks, a critic's among them.
-  spawn.set_env["LOCAL_RANK"] =
-      std::to_string(options_.first_gpu + options_.processes + options_.critic_ranks + engine.number);
-  spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(options_.engines);
-  for (const char* name : {"RANK", "WORLD_SIZE", "TRIREME_LISTEN_FD", "TRIREME_LAUNCHER_FD", "TRIREME_FAULT"})
-    spawn.set_env[name] = "";
+  const int device = options_.first_gpu + options_.processes + options_.critic_ranks;
+  spawn.set_env["LOCAL_RANK"] = std::to_string(device + engine.number * options_.engine_ranks + number);
+  spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(options_.engines * options_.engine_ranks);
+  const bool several = options_.engine_ranks > 1;
+  spawn.set_env["RANK"] = several ? std::to_string(number) : "";
+  spawn.set_env["WORLD_SIZE"] = several ? std::to_string(options_.engine_ranks) : "";
+  for (const char* name : {"TRIREME_LISTEN_FD", "TRIREME_LAUNCHER_FD", "TRIREME_FAULT"}) spawn.set_env[name] = "";
   // A failure on purpose is of the first one's first start: those behind it shall go on.
   if (engine.number > 0 || engine.failures > 0) spawn.set_env["TRIREME_ENGINE_FAULT"] = "";
   spawn.pipe_stderr = true;
-  engine.process = Subprocess::spawn(spawn);
-  engine.again = Deadline(SteadyClock::time_point::max());
-  orphans_.keep(engine.process->pid());
-  engine.tail = std::make_unique<OutputTail>(engine.process->stderr_fd(), static_cast<size_t>(options_.tail_lines));
+  rank.process = Subprocess::spawn(spawn);
+  orphans_.keep(rank.process->pid());
+  rank.tail = std::make_unique<OutputTail>(rank.process->stderr_fd(), static_cast<size_t>(options_.tail_lines));
 }
 
-// Of one that has ended: its last lines.
-std::vector<std::string> Engines::let_go(Engine& engine) {
-  orphans_.forget(engine.process->pid());
-  engine.tail->stop();
-  std::vector<std::string> words = engine.tail->lines(Deadline::after(kEngineWords));
-  engine.tail.reset();  // before the descriptor that it reads
-  engine.process.reset();
-  return words;
+// One that has ended.
+void Engines::let_go(Rank& rank, const ExitStatus& status) {
+  rank.status = status;
+  orphans_.forget(rank.process->pid());
+  rank.tail->stop();
+  rank.words = rank.tail->lines(Deadline::after(kEngineWords));
+  rank.tail.reset();  // before the descriptor that it reads
+  rank.process.reset();
 }
 
-void Engines::ended(Engine& engine, const ExitStatus& status) {
-  const std::vector<std::string> words = let_go(engine);
+bool Engines::running(const Engine& engine) const {
+  return std::any_of(engine.ranks.begin(), engine.ranks.end(),
+                     [](const Rank& rank) { return rank.process.has_value(); });
+}
+
+// Of ranks that have ended the one that explains the others: who lost a peer is an echo.
+const Engines::Rank& Engines::cause(const Engine& engine) const {
+  const auto find = [&](auto&& is) { return std::find_if(engine.ranks.begin(), engine.ranks.end(), is); };
+  auto found = find([&](const Rank& rank) {
+    return !rank.status.ok() && (rank.status.signal != 0 || rank.status.code != options_.peer_failed_code);
+  });
+  if (found == engine.ranks.end()) found = find([](const Rank& rank) { return !rank.status.ok(); });
+  return found == engine.ranks.end() ? engine.ranks.front() : *found;
+}
+
+// All of its ranks have.
+void Engines::ended(Engine& engine) {
+  const Rank& rank = cause(engine);
+  const ExitStatus status = rank.status;
+  const std::vector<std::string> words = rank.words;
+  const std::string who =
+      (engine.ranks.size() == 1 ? "" : "rank " + std::to_string(&rank - engine.ranks.data()) + " of ") + engine.name() +
+      " ended with " + status.describe();
+  engine.ranks.clear();
   engine.over = status.ok();
   if (engine.over) return;
   engine.refused = status.signal == 0 && status.code == options_.config_code;
-  const std::string who = "engine-" + std::to_string(engine.number) + " ended with " + status.describe();
   if (engine.refused || engine.failures == kRestarts) {
     engine.over = true;
     last_lines_ = words;
@@ -77,10 +107,26 @@ void Engines::ended(Engine& engine, const ExitStatus& status) {
   log_warn("launch", who + "; it is started again in " + std::to_string(pause.count() / 1000) + " s");
 }
 
+void Engines::look(Engine& engine) {
+  for (Rank& rank : engine.ranks) {
+    if (!rank.process) continue;
+    const auto status = rank.process->poll();
+    if (!status) continue;
+    let_go(rank, *status);
+    if (!status->ok() && engine.kill.at() == SteadyClock::time_point::max())
+      engine.kill = Deadline::after(options_.failure_grace);
+  }
+  if (engine.kill.passed()) {
+    for (Rank& rank : engine.ranks)
+      if (rank.process) rank.process->signal(SIGKILL);
+  }
+  if (!running(engine)) ended(engine);
+}
+
 void Engines::look() {
   for (Engine& engine : engines_) {
-    if (engine.process) {
-      if (const auto status = engine.process->poll()) ended(engine, *status);
+    if (!engine.ranks.empty()) {
+      look(engine);
     } else if (!engine.over && engine.again.passed()) {
       start(engine);
     }
@@ -95,20 +141,21 @@ bool Engines::hopeless() const {
 void Engines::end(bool at_once) {
   const Deadline deadline = Deadline::after(options_.engine_grace);
   for (Engine& engine : engines_) {
-    const std::string who = "engine-" + std::to_string(engine.number);
-    if (engine.process && at_once) engine.process->signal(SIGTERM);
-    while (engine.process) {
-      if (const auto status = engine.process->poll()) {
-        if (!status->ok()) log_info("launch", who + " ended with " + status->describe());
-        let_go(engine);
-      } else if (deadline.passed()) {
-        log_warn("launch", who + " still runs " + std::to_string(options_.engine_grace.count() / 1000) +
-                               " s after the last rank: killing it");
-        engine.process->terminate(Milliseconds(2000));
-        let_go(engine);
-      } else {
-        std::this_thread::sleep_for(kEnginePoll);
+    for (Rank& rank : engine.ranks)
+      if (rank.process && at_once) rank.process->signal(SIGTERM);
+    while (running(engine)) {
+      for (Rank& rank : engine.ranks) {
+        if (!rank.process) continue;
+        if (const auto status = rank.process->poll()) {
+          if (!status->ok()) log_info("launch", engine.name() + " ended with " + status->describe());
+          let_go(rank, *status);
+        } else if (deadline.passed()) {
+          log_warn("launch", engine.name() + " still runs " + std::to_string(options_.engine_grace.count() / 1000) +
+                                 " s after the last rank: killing it");
+          let_go(rank, rank.process->terminate(Milliseconds(2000)));
+        }
       }
+      std::this_thread::sleep_for(kEnginePoll);
     }
   }
 }

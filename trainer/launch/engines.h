@@ -1,5 +1,5 @@
 // Engines: the generation processes beside the ranks of a launch on one machine. None of them is needed for the result:
-// one that ends is started again, a few times.
+// one that ends is started again, a few times. The ranks of an engine are started, and end, together.
 #pragma once
 
 #include <memory>
@@ -31,18 +31,29 @@ class Engines final {
   void end(bool at_once);
 
  private:
-  struct Engine {
-    int number = 0;
+  struct Rank {
     std::optional<Subprocess> process;  // that runs
     std::unique_ptr<OutputTail> tail;
+    ExitStatus status;               // when it has ended, and
+    std::vector<std::string> words;  // its last lines
+  };
+  struct Engine {
+    int number = 0;
+    std::vector<Rank> ranks;  // none: it does not run
     int failures = 0;
     bool over = false;  // it is not started again
     bool refused = false;
     Deadline again{SteadyClock::time_point::max()};
+    Deadline kill{SteadyClock::time_point::max()};  // ranks that stay behind one that has failed
+    std::string name() const { return "engine-" + std::to_string(number); }
   };
   void start(Engine& engine);
-  void ended(Engine& engine, const ExitStatus& status);
-  std::vector<std::string> let_go(Engine& engine);
+  void start_rank(const Engine& engine, int number, Rank& rank);
+  void look(Engine& engine);
+  bool running(const Engine& engine) const;
+  const Rank& cause(const Engine& engine) const;
+  void ended(Engine& engine);
+  void let_go(Rank& rank, const ExitStatus& status);
 
   const LaunchOptions& options_;
   const int port_;

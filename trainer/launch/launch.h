@@ -32,6 +32,8 @@ struct LaunchOptions {
   // MASTER_PORT, and their names in TRIREME_ENGINE_NAME. One that ends while the ranks run is started again, a few
   // times; none is needed for the result, but a mistake in the configuration of all of them ends the run.
   int engines = 0;
+  // Processes of an engine, one a device; several have RANK and WORLD_SIZE in it, and end together.
+  int engine_ranks = 1;
   std::vector<std::string> engine_command;
   int config_code = 10;               // an engine's code for a mistake in its configuration
   Milliseconds engine_grace{15000};   // for engines to leave when the ranks have ended

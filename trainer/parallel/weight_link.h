@@ -31,7 +31,10 @@ struct WeightLinkOptions {
   std::string attempt = "0";  // as RendezvousOptions::attempt of the store
   int64_t actor_rank = 0;     // a sender's own rank
   int64_t actor_ranks = 1;    // a sender's: how many there are
-  int64_t engine = 0;         // a receiver's own number
+  // A receiver's own number. Where engines have several ranks, each of them is a receiver of its own: rank r of engine
+  // e has number e x engine_ranks + r, at both ends.
+  int64_t engine = 0;
+  int64_t engine_ranks = 1;
   // Of a whole transfer, from the call to its end, and of each wait in it. A peer that has gone is seen at once (but
   // for an actor's that goes while bytes come from its device), one that stands still at the deadline.
   Milliseconds deadline{60000};
@@ -130,6 +133,12 @@ class WeightReceiver final {
   // they were; with needs_stop() they may be torn (torn()) and must not be read before a fetch() succeeds.
   int64_t fetch(const std::string& link, const std::vector<WeightPart>& parts);
   int64_t fetch(const std::string& link, int64_t actor_rank);  // the whole model, of one
+  // The same in halves, for ranks of an engine that all need the same version: every source keeps its weights of
+  // `version`, -1: the newest. Returns the version, or -1 where it has been written over; then, as after release() and
+  // receive_pinned(), none keeps any.
+  int64_t pin(const std::string& link, const std::vector<WeightPart>& parts, int64_t version);
+  void receive_pinned();
+  void release();
   // From any thread: fetch() throws soon, also every later one.
   void cancel();
   bool torn() const;  // then no step may be taken

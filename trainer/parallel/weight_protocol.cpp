@@ -147,6 +147,12 @@ std::string failure_of_transfer(const TransportCheck& check, const std::string& 
   return rdma_failure(what, check.environment, host_name());
 }
 
+std::string engine_name(const WeightLinkOptions& options, int64_t number) {
+  const int64_t ranks = options.engine_ranks;
+  if (ranks == 1) return "engine " + std::to_string(number);
+  return "engine " + std::to_string(number / ranks) + " rank " + std::to_string(number % ranks);
+}
+
 void check_link_name(const std::string& link) {
   const bool word = !link.empty() && link.size() <= kLongestLink && std::all_of(link.begin(), link.end(), [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' ||

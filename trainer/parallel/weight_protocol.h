@@ -61,6 +61,10 @@ void judge_transport(const TransportCheck& check, bool on_device, const std::str
 // What a transfer failed by: where NCCL says so and RDMA is required, also that, and what to do (rdma_failure).
 std::string failure_of_transfer(const TransportCheck& check, const std::string& what);
 
+// "engine 3", "engine 1 rank 1": the receiver of this number, by WeightLinkOptions::engine_ranks.
+std::string engine_name(const WeightLinkOptions& options, int64_t number);
+inline std::string engine_name(const WeightLinkOptions& options) { return engine_name(options, options.engine); }
+
 // Throws Error(kUser) when it is no word for keys.
 void check_link_name(const std::string& link);
 // Keys of the store, of the connections between an engine and one of its sources.

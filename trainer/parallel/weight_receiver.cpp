@@ -97,12 +97,36 @@ struct WeightReceiver::Impl {
   const at::Tensor& into() const { return second.defined() ? second : weights.flat; }
 
   void drop() {
+    signs.reset();  // of connections that go
+    kept.clear();
     sources.clear();
     store.reset();
   }
 
+  // What `fn` throws names both ends, and ends the connections.
+  template <typename Fn>
+  auto named(Fn&& fn) {
+    const auto prefixed = [&](ErrorKind kind, const std::string& what) {
+      drop();
+      return Error(kind, "weights from rank " + std::to_string(rank) + " to " + engine_name(options) + " over '" +
+                             link + "': " + failure_of_transfer(options.transport, what));
+    };
+    try {
+      return fn(Deadline::after(options.deadline));
+    } catch (const Error& error) {
+      throw prefixed(error.kind(), error.what());
+    } catch (const std::exception& error) {
+      const std::string what = error.what();
+      throw prefixed(ErrorKind::kUnavailable, what.substr(0, what.find('\n')));
+    }
+  }
+
   // The parts' sources, with the connections that there are to them.
-  void expect_parts(const std::string& name, const std::vector<WeightPart>& of) {
+  void expect_parts(const std::string& name, const std::vector<WeightPart>& of, bool pinned) {
+    check_link_name(name);
+    TRIREME_CHECK(!of.empty(), "weights come from somebody");
+    pins = pinned;
+    rank = of.front().actor_rank;
     std::vector<int64_t> ranks;
     for (const WeightPart& part : of) ranks.push_back(part.actor_rank);
     if (link != name || ranks != order) drop();
@@ -127,7 +151,7 @@ struct WeightReceiver::Impl {
 
   WeightMessage question(const Source& source, int64_t version) const {
     WeightMessage ready = message_about(weights, source.part, WeightMessage::kReady, version);
-    ready.pins = sources.size() > 1 ? 1 : 0;
+    ready.pins = pins || sources.size() > 1 ? 1 : 0;
     ready.stall_seconds = stall_seconds();
     return ready;
   }
@@ -171,66 +195,78 @@ struct WeightReceiver::Impl {
       throw Error(ErrorKind::kUnavailable, "it has other weights than those that were asked for");
   }
 
-  // Every source keeps its weights of one version, which the first one's are. One after the other: who keeps weights
-  // hears of this engine from its answer on. False: a source has written over the version meanwhile, and none keeps
+  // Every source keeps its weights of this version, or (-1) of that which the first one's are. One after the other: who
+  // keeps weights hears of this engine from its answer on. False: a source has written over the version, and none keeps
   // any.
-  bool pin(SignsOfLife& signs, const Deadline& deadline) {
-    std::vector<Source*> kept;
-    int64_t version = -1;
+  bool pin(int64_t version, const Deadline& deadline) {
+    for (const int64_t of : order) {  // before anybody keeps weights for this
+      rank = of;
+      if (!sources[of].pair) connect(sources[of], deadline);
+    }
+    if (!signs) signs = std::make_unique<SignsOfLife>(options.silence / 5);
     for (const int64_t of : order) {
       rank = of;
       const WeightMessage& header = answer(sources[of], version, deadline);
       if (header.kind == WeightMessage::kGone) {
-        let_be(kept, signs, deadline);
+        release(deadline);
         return false;
       }
       version = header.version;
-      kept.push_back(&sources[of]);
-      signs.begin(*sources[of].pair);
+      kept.push_back(of);
+      signs->begin(*sources[of].pair);
     }
     return true;
   }
 
-  void let_be(const std::vector<Source*>& kept, SignsOfLife& signs, const Deadline& deadline) {
+  // Who keeps weights keeps them no more.
+  void release(const Deadline& deadline) {
     WeightMessage release;
     release.kind = WeightMessage::kRelease;
-    for (Source* source : kept) {
-      signs.end(*source->pair);
-      send_message(*source->pair, release, deadline);
+    for (const int64_t of : std::exchange(kept, {})) {
+      signs->end(*sources[of].pair);
+      send_message(*sources[of].pair, release, deadline);
     }
+    signs.reset();
+  }
+
+  // What all sources keep, from one after the other.
+  void receive_pinned(const Deadline& deadline) {
+    WeightTransfer transfer{.version = pinned(), .verified = true};
+    for (const int64_t of : std::exchange(kept, {})) {
+      rank = of;
+      signs->end(*sources[of].pair);
+      WeightMessage go;
+      go.kind = WeightMessage::kGo;
+      send_message(*sources[of].pair, go, deadline);
+      receive(sources[of], transfer, deadline);
+    }
+    signs.reset();
+    received(transfer);
   }
 
   int64_t fetch(const Deadline& deadline) {
-    fresh = false;
-    WeightTransfer transfer{.verified = true};
     if (order.size() == 1) {
+      WeightTransfer transfer{.verified = true};
       rank = order.front();
       transfer.version = answer(sources[rank], -1, deadline).version;
       receive(sources[rank], transfer, deadline);
+      received(transfer);
     } else {
-      for (const int64_t of : order) {  // before anybody keeps weights for this
-        rank = of;
-        if (!sources[of].pair) connect(sources[of], deadline);
-      }
-      SignsOfLife signs(options.silence / 5);
-      while (!pin(signs, deadline)) {
+      while (!pin(-1, deadline)) {
         if (deadline.passed()) fail_timeout("the weights were written over whenever all ranks were asked");
         std::this_thread::sleep_for(kAskAgain);
       }
-      transfer.version = sources[order.front()].header.version;
-      for (const int64_t of : order) {
-        rank = of;
-        signs.end(*sources[of].pair);
-        WeightMessage go;
-        go.kind = WeightMessage::kGo;
-        send_message(*sources[of].pair, go, deadline);
-        receive(sources[of], transfer, deadline);
-      }
+      receive_pinned(deadline);
     }
+    return last.version;
+  }
+
+  int64_t pinned() { return sources[order.front()].header.version; }
+
+  void received(const WeightTransfer& transfer) {
     torn = false;
     fresh = second.defined();
     last = transfer;
-    return transfer.version;
   }
 
   // A source's bytes, behind its header.
@@ -257,6 +293,7 @@ struct WeightReceiver::Impl {
   }
 
   WeightMessage receive_bytes(Source& source, int64_t before, const Deadline& deadline) {
+    fresh = false;
     torn = !second.defined();
     if (!weights.flat.is_cuda()) {
       receive_on_host(source, before, deadline);
@@ -340,14 +377,17 @@ struct WeightReceiver::Impl {
   at::Tensor second;  // undefined: no room
   LinkCancel cancel;
   std::string link;
-  std::vector<int64_t> order;         // of receipt
-  int64_t rank = 0;                   // of the source that something is done with
-  std::unique_ptr<LinkStore> store;   // while sources are connected
-  std::map<int64_t, Source> sources;  // by rank
-  bool fresh = false;                 // the second buffer has what apply() would copy
-  double applied_in = 0;              // seconds, on the CPU
-  TimeMark filled;                    // on CUDA: the second buffer is zeros
-  TimeMark applying, applied;         // on CUDA: apply() began, and has read the second buffer
+  std::vector<int64_t> order;          // of receipt
+  int64_t rank = 0;                    // of the source that something is done with
+  std::unique_ptr<LinkStore> store;    // while sources are connected
+  std::map<int64_t, Source> sources;   // by rank
+  bool pins = false;                   // one source keeps its weights too, as several do
+  std::vector<int64_t> kept;           // sources that keep their weights
+  std::unique_ptr<SignsOfLife> signs;  // to them
+  bool fresh = false;                  // the second buffer has what apply() would copy
+  double applied_in = 0;               // seconds, on the CPU
+  TimeMark filled;                     // on CUDA: the second buffer is zeros
+  TimeMark applying, applied;          // on CUDA: apply() began, and has read the second buffer
   std::atomic<bool> torn{false};
   WeightTransfer last;
 };
@@ -377,24 +417,21 @@ int64_t WeightReceiver::fetch(const std::string& link, int64_t actor_rank) {
 }
 
 int64_t WeightReceiver::fetch(const std::string& link, const std::vector<WeightPart>& parts) {
-  check_link_name(link);
-  TRIREME_CHECK(!parts.empty(), "weights come from somebody");
-  const auto prefixed = [&](ErrorKind kind, const std::string& what) {
-    impl_->drop();
-    return Error(kind, "weights from rank " + std::to_string(impl_->rank) + " to engine " +
-                           std::to_string(impl_->options.engine) + " over '" + link +
-                           "': " + failure_of_transfer(impl_->options.transport, what));
-  };
-  impl_->rank = parts.front().actor_rank;
-  impl_->expect_parts(link, parts);
-  try {
-    return impl_->fetch(Deadline::after(impl_->options.deadline));
-  } catch (const Error& error) {
-    throw prefixed(error.kind(), error.what());
-  } catch (const std::exception& error) {
-    const std::string what = error.what();
-    throw prefixed(ErrorKind::kUnavailable, what.substr(0, what.find('\n')));
-  }
+  impl_->expect_parts(link, parts, /*pins=*/false);
+  return impl_->named([&](const Deadline& deadline) { return impl_->fetch(deadline); });
+}
+
+int64_t WeightReceiver::pin(const std::string& link, const std::vector<WeightPart>& parts, int64_t version) {
+  impl_->expect_parts(link, parts, /*pins=*/true);
+  return impl_->named([&](const Deadline& deadline) { return impl_->pin(version, deadline) ? impl_->pinned() : -1; });
+}
+
+void WeightReceiver::receive_pinned() {
+  impl_->named([&](const Deadline& deadline) { impl_->receive_pinned(deadline); });
+}
+
+void WeightReceiver::release() {
+  impl_->named([&](const Deadline& deadline) { impl_->release(deadline); });
 }
 
 void WeightReceiver::cancel() { impl_->cancel.cancel(); }

@@ -160,10 +160,9 @@ class EngineLink final {
   }
 
   std::string who() const {
-    return "weights from rank " + std::to_string(options_.actor_rank) + " to engine " + std::to_string(engine_) +
-           " over '" + link_ + "'";
+    return "weights from rank " + std::to_string(options_.actor_rank) + " to " + peer() + " over '" + link_ + "'";
   }
-  std::string peer() const { return "engine " + std::to_string(engine_); }
+  std::string peer() const { return engine_name(options_, engine_); }
   std::string key(const std::string& what) const { return link_key(link_, options_.actor_rank, what); }
 
   void drop() {

@@ -7,8 +7,19 @@
 
 namespace trireme {
 
-EngineHost::EngineHost(std::function<std::unique_ptr<Engine>()> make, std::function<void(GeneratedGroup)> finished)
-    : finished_(std::move(finished)), thread_([this, make = std::move(make)] { run(make); }) {}
+void submit_to(Engine& engine, GroupRequest request) {
+  engine.take_cache();
+  engine.submit(std::move(request));
+}
+
+std::vector<GeneratedGroup> step_of(Engine& engine) {
+  if (!engine.somebody_unfinished()) return {};
+  return engine.step();
+}
+
+EngineHost::EngineHost(std::function<std::unique_ptr<Engine>()> make, std::function<void(GeneratedGroup)> finished,
+                       EngineFollowers* followers)
+    : finished_(std::move(finished)), followers_(followers), thread_([this, make = std::move(make)] { run(make); }) {}
 
 EngineHost::~EngineHost() {
   {
@@ -90,7 +101,8 @@ bool EngineHost::take_requests(Engine& engine) {
     GroupRequest request = std::move(requests_.front());
     requests_.pop_front();
     lock.unlock();
-    engine.submit(std::move(request));
+    if (followers_ != nullptr) followers_->submit(request);
+    submit_to(engine, std::move(request));
     lock.lock();
   }
   while (!tasks_.empty()) {
@@ -127,7 +139,8 @@ void EngineHost::serve(Engine& engine) {
 }
 
 void EngineHost::step(Engine& engine) {
-  std::vector<GeneratedGroup> groups = engine.step();
+  if (followers_ != nullptr) followers_->step();
+  std::vector<GeneratedGroup> groups = step_of(engine);
   ++steps_;
   recomputed_rows_ = engine.stats().recomputed_rows;
   crowded_ = engine.crowded();

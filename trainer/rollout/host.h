@@ -24,11 +24,27 @@ class UnusableEngine final : public Error {
   using Error::Error;
 };
 
+// What a host does with its engine, and its followers with theirs: where experts are split a submit and a step have
+// collectives ahead of them (engine.h).
+void submit_to(Engine& engine, GroupRequest request);
+std::vector<GeneratedGroup> step_of(Engine& engine);
+
+// The other ranks of the engine's model, which do what it does, in the same order. They hear of it ahead, so that they
+// meet it in the exchanges of a step. Called on the host's thread.
+class EngineFollowers {
+ public:
+  virtual ~EngineFollowers() = default;
+  virtual void submit(const GroupRequest& request) = 0;
+  virtual void step() = 0;
+};
+
 // All calls are for any thread. What the engine throws ends its thread; check() and every later call throw it again.
 class EngineHost final {
  public:
   // `make` is called on the host's thread. `finished` too, for every group that is complete; it may not call the host.
-  EngineHost(std::function<std::unique_ptr<Engine>()> make, std::function<void(GeneratedGroup)> finished);
+  // `followers` (null: the engine has the whole model) outlive it. What a task does with the engine it tells them.
+  EngineHost(std::function<std::unique_ptr<Engine>()> make, std::function<void(GeneratedGroup)> finished,
+             EngineFollowers* followers = nullptr);
   ~EngineHost();  // behind the step under way; what is unfinished is dropped
   EngineHost(const EngineHost&) = delete;
   EngineHost& operator=(const EngineHost&) = delete;
@@ -62,6 +78,7 @@ class EngineHost final {
   void throw_failure() const;  // under the lock
 
   const std::function<void(GeneratedGroup)> finished_;
+  EngineFollowers* const followers_;
   mutable std::mutex mutex_;
   std::condition_variable wake_, changed_;
   std::deque<GroupRequest> requests_;
