@@ -1,10 +1,12 @@
 #include "api/validate.h"
 
 #include <algorithm>
-#include <set>
+#include <utility>
 
 #include "api/fields.h"
+#include "api/names.h"
 #include "api/runtime.h"
+#include "api/validate_template.h"
 #include "base/text.h"
 #include "topology/combine_blocks.h"
 #include "topology/topology.h"
@@ -13,6 +15,14 @@ namespace trireme {
 namespace {
 
 using fields::Limits;
+using names::is_dns_label;
+using names::is_dns_subdomain;
+using names::is_qualified_name;
+using names::is_quantity;
+using names::kLowerLabel;
+using names::kNameChars;
+using names::only;
+using names::quoted;
 
 // The longest generated name, NAME-generation-9999-a999, must fit a DNS label (63).
 constexpr size_t kMaxNameLength = 40;
@@ -22,49 +32,6 @@ const std::vector<std::string>& phase_names() {
   static const std::vector<std::string> names = {"generation", "rewards",    "logprobs", "refit",
                                                  "training",   "checkpoint", "idle"};
   return names;
-}
-
-std::string quoted(const std::string& text) { return "\"" + text.substr(0, 64) + (text.size() > 64 ? "...\"" : "\""); }
-
-bool only(std::string_view text, std::string_view allowed) {
-  return text.find_first_not_of(allowed) == std::string_view::npos;
-}
-
-constexpr const char* kLowerAlnum = "abcdefghijklmnopqrstuvwxyz0123456789";
-constexpr const char* kLowerLabel = "abcdefghijklmnopqrstuvwxyz0123456789-";
-constexpr const char* kNameChars = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
-
-// RFC 1035 label: what Services and host names need.
-bool is_dns_label(std::string_view text) {
-  return !text.empty() && text.size() <= 63 && only(text, kLowerLabel) && text[0] >= 'a' && text[0] <= 'z' &&
-         text.back() != '-';
-}
-
-bool is_dns_subdomain(std::string_view text) {
-  if (text.empty() || text.size() > 253) return false;
-  for (const std::string& part : split(text, '.')) {
-    if (part.empty() || !only(part, kLowerLabel) || part.front() == '-' || part.back() == '-') return false;
-  }
-  return true;
-}
-
-// [prefix/]name, as of label keys and extended resources.
-bool is_qualified_name(std::string_view text) {
-  const size_t slash = text.find('/');
-  if (slash != std::string_view::npos && !is_dns_subdomain(text.substr(0, slash))) return false;
-  const std::string_view name = slash == std::string_view::npos ? text : text.substr(slash + 1);
-  const std::string_view marks = "-_.";
-  return !name.empty() && name.size() <= 63 && only(name, kNameChars) &&
-         marks.find(name.front()) == std::string_view::npos && marks.find(name.back()) == std::string_view::npos;
-}
-
-bool is_quantity(std::string_view text) {
-  const size_t end = text.find_first_not_of("0123456789.");
-  const std::string_view digits = text.substr(0, end);
-  const std::string_view unit = end == std::string_view::npos ? "" : text.substr(end);
-  static const std::set<std::string_view> kUnits = {"", "Ki", "Mi", "Gi", "Ti", "k", "M", "G", "T"};
-  const auto value = parse_double(digits);
-  return value && *value > 0 && digits.front() != '.' && digits.back() != '.' && kUnits.count(unit) > 0;
 }
 
 // Re-checks the field limits, for jobs that were not read by the parser.
@@ -170,11 +137,6 @@ class Validator final {
     if (!value.empty() && !is_dns_subdomain(value)) error(path, quoted(value) + " is not an object name");
   }
 
-  void check_image(const std::string& path, const std::string& image) {
-    if (image.empty()) return error(path, "is empty");
-    if (image.find_first_of(" \t\r\n") != std::string::npos) error(path, quoted(image) + " contains blanks");
-  }
-
   void check_scalars() {
     if (spec_.managed_by != kDefaultManager && spec_.managed_by != kMultiKueue) {
       error("spec.managedBy",
@@ -182,7 +144,7 @@ class Validator final {
     }
     check_name("spec.queueName", spec_.queue_name);
     check_name("spec.priorityClassName", spec_.priority_class_name);
-    check_image("spec.image", spec_.image);
+    if (const std::string problem = names::image_problem(spec_.image); !problem.empty()) error("spec.image", problem);
     static const std::vector<std::string> policies = {"", "Always", "IfNotPresent", "Never"};
     if (std::find(policies.begin(), policies.end(), spec_.image_pull_policy) == policies.end()) {
       error("spec.imagePullPolicy", "must be Always, IfNotPresent or Never, not " + quoted(spec_.image_pull_policy));
@@ -210,7 +172,8 @@ class Validator final {
       } else {
         check_trainer_role(*role.spec, path, model_name());
       }
-      check_template(*role.spec, path + ".template", role.name == "reward" ? kRewardContainer : kTrainerContainer);
+      const char* main_container = role.name == "reward" ? kRewardContainer : kTrainerContainer;
+      check_template(spec_, *role.spec, path + ".template", main_container, result_.errors);
     }
     warn_about_claims();
   }
@@ -353,167 +316,6 @@ class Validator final {
     const bool product = message.find(" x ") != std::string::npos;
     if (product || std::find(axes.begin(), axes.end(), word) == axes.end()) return path + ".parallelism";
     return path + ".parallelism." + word;
-  }
-
-  // ---- pod template
-
-  void check_template(const RoleSpec& role, const std::string& path, const std::string& main_container) {
-    const Json& pod_template = role.pod_template;
-    if (pod_template.is_null()) return;
-    for (const auto& [key, value] : pod_template.items()) {
-      if (key != "metadata" && key != "spec")
-        error(path, "unknown field " + quoted(key) + "; a pod template has metadata and spec");
-      if (!value.is_object() && !value.is_null()) error(path + "." + key.substr(0, 64), "must be an object");
-    }
-    const auto metadata = pod_template.find("metadata");
-    if (metadata != pod_template.end() && metadata->is_object()) check_template_metadata(*metadata, path + ".metadata");
-    const auto spec = pod_template.find("spec");
-    if (spec != pod_template.end() && spec->is_object()) check_pod_spec(*spec, role, path + ".spec", main_container);
-  }
-
-  void check_template_metadata(const Json& metadata, const std::string& path) {
-    for (const char* section : {"labels", "annotations"}) {
-      const auto it = metadata.find(section);
-      if (it == metadata.end() || it->is_null()) continue;
-      if (!it->is_object()) {
-        error(path + "." + section, "must be an object");
-        continue;
-      }
-      for (const auto& [key, value] : it->items()) {
-        if (!value.is_string()) error(path + "." + section, quoted(key) + " must be a string");
-        if (starts_with(key, "trireme.dev/"))
-          error(path + "." + section, quoted(key) + " is set by the operator; names under trireme.dev/ are reserved");
-      }
-    }
-    for (const char* key : {"name", "generateName", "namespace"}) {
-      if (metadata.contains(key)) error(path + "." + key, "is set by the operator");
-    }
-  }
-
-  void check_pod_spec(const Json& pod, const RoleSpec& role, const std::string& path,
-                      const std::string& main_container) {
-    for (const char* key : {"hostname", "subdomain", "nodeName"}) {
-      if (pod.contains(key)) error(path + "." + key, "is set by the operator");
-    }
-    if (const auto it = pod.find("restartPolicy"); it != pod.end() && *it != "Never") {
-      error(path + ".restartPolicy", "must be Never: restarts are the failure policy's");
-    }
-    if (const auto it = pod.find("hostNetwork"); it != pod.end() && *it != spec_.network.host_network) {
-      error(path + ".hostNetwork", "is set by spec.network.hostNetwork");
-    }
-    for (const char* list : {"containers", "initContainers", "volumes"}) {
-      const auto it = pod.find(list);
-      if (it == pod.end() || it->is_null()) continue;
-      const std::string at = path + "." + list;
-      if (!it->is_array() || it->size() > 256) {
-        error(at, it->is_array() ? "has more than 256 entries" : "must be a list");
-        continue;
-      }
-      std::set<std::string> seen;
-      for (size_t i = 0; i < it->size(); ++i) {
-        const std::string item_path = at + "[" + std::to_string(i) + "]";
-        const Json& item = (*it)[i];
-        const auto name = item.is_object() ? item.find("name") : item.end();
-        if (!item.is_object() || name == item.end() || !name->is_string() ||
-            !is_container_name(name->get<std::string>())) {
-          error(item_path, "must be an object with a name of lower-case letters, digits and '-'");
-          continue;
-        }
-        if (!seen.insert(name->get<std::string>()).second)
-          error(item_path + ".name", quoted(name->get<std::string>()) + " appears twice");
-        if (std::string_view(list) != "volumes") check_container(item, role, item_path, *name == main_container, pod);
-      }
-    }
-  }
-
-  static bool is_container_name(const std::string& name) {
-    return !name.empty() && name.size() <= 63 && only(name, kLowerLabel) && only(name.substr(0, 1), kLowerAlnum) &&
-           name.back() != '-';
-  }
-
-  void check_container(const Json& container, const RoleSpec& role, const std::string& path, bool main,
-                       const Json& pod) {
-    for (const char* key : {"command", "args"}) {
-      const auto it = container.find(key);
-      if (it == container.end() || it->is_null()) continue;
-      const bool texts =
-          it->is_array() && std::all_of(it->begin(), it->end(), [](const Json& item) { return item.is_string(); });
-      if (!texts) error(path + "." + key, "must be a list of strings");
-    }
-    if (const auto env = container.find("env"); env != container.end() && !env->is_null()) {
-      if (!env->is_array()) {
-        error(path + ".env", "must be a list");
-      } else {
-        for (size_t i = 0; i < env->size() && i < 1024; ++i) {
-          const Json& item = (*env)[i];
-          const std::string at = path + ".env[" + std::to_string(i) + "]";
-          const auto name = item.is_object() ? item.find("name") : item.end();
-          if (!item.is_object() || name == item.end() || !name->is_string()) {
-            error(at, "must be an object with a name");
-          } else if (is_reserved_env(name->get<std::string>())) {
-            error(at, quoted(name->get<std::string>()) + " is set by Trireme and may not be set in the template");
-          } else if (const auto value = item.find("value");
-                     value != item.end() && !value->is_string() && !value->is_null()) {
-            error(at + ".value", "must be a string (write it in quotes)");
-          }
-        }
-      }
-    }
-    if (const auto image = container.find("image"); image != container.end() && !image->is_null()) {
-      if (image->is_string()) {
-        check_image(path + ".image", image->get<std::string>());
-      } else {
-        error(path + ".image", "must be a string");
-      }
-    }
-    check_mounts(container, path, pod);
-    if (main) check_gpu_resources(container, role, path);
-  }
-
-  void check_mounts(const Json& container, const std::string& path, const Json& pod) {
-    const auto mounts = container.find("volumeMounts");
-    if (mounts == container.end() || mounts->is_null()) return;
-    if (!mounts->is_array()) return error(path + ".volumeMounts", "must be a list");
-    std::vector<std::string> volumes;
-    if (const auto list = pod.find("volumes"); list != pod.end() && list->is_array()) {
-      for (const Json& item : *list) {
-        if (item.is_object() && item.contains("name") && item["name"].is_string())
-          volumes.push_back(item["name"].get<std::string>());
-      }
-    }
-    for (size_t i = 0; i < mounts->size() && i < 256; ++i) {
-      const Json& item = (*mounts)[i];
-      const std::string at = path + ".volumeMounts[" + std::to_string(i) + "]";
-      if (!item.is_object() || !item.contains("name") || !item["name"].is_string() || !item.contains("mountPath") ||
-          !item["mountPath"].is_string()) {
-        error(at, "must be an object with name and mountPath");
-        continue;
-      }
-      const std::string& name = item["name"].get_ref<const std::string&>();
-      if (std::find(volumes.begin(), volumes.end(), name) == volumes.end()) {
-        error(at + ".name", "there is no volume " + quoted(name) + " in the template; volumes: " +
-                                (volumes.empty() ? "none" : join(volumes, ", ").substr(0, 200)));
-      }
-      const std::string& mount_path = item["mountPath"].get_ref<const std::string&>();
-      if (mount_path.empty() || mount_path[0] != '/')
-        error(at + ".mountPath", quoted(mount_path) + " must be an absolute path");
-    }
-  }
-
-  void check_gpu_resources(const Json& container, const RoleSpec& role, const std::string& path) {
-    const auto resources = container.find("resources");
-    if (resources == container.end() || !resources->is_object()) return;
-    for (const char* section : {"limits", "requests"}) {
-      const auto it = resources->find(section);
-      if (it == resources->end() || !it->is_object()) continue;
-      const auto value = it->find(role.gpu_resource);
-      if (value == it->end()) continue;
-      const std::string count = value->is_string() ? value->get<std::string>() : value->dump();
-      if (count != std::to_string(role.gpus_per_pod)) {
-        error(path + ".resources." + section, role.gpu_resource + " is " + quoted(count) + ", but gpusPerPod is " +
-                                                  std::to_string(role.gpus_per_pod) + "; leave it out of the template");
-      }
-    }
   }
 
   void warn_about_claims() {

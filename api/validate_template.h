@@ -1,0 +1,16 @@
+// What admission says about a role's pod template.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "api/rljob.h"
+
+namespace trireme {
+
+// Appends to `errors`. `path` is the template's own, spec.roles.actor.template; `main_container` the one that gets the
+// role's GPUs.
+void check_template(const RLJobSpec& spec, const RoleSpec& role, const std::string& path,
+                    const std::string& main_container, std::vector<Issue>& errors);
+
+}  // namespace trireme
