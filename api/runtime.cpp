@@ -160,6 +160,11 @@ std::vector<std::string> trainer_overrides(const RLJob& job) {
     overrides.push_back("checkpointing.checkpoint_dir=" + spec.checkpoint.directory);
   overrides.push_back("cluster.num_nodes=" + number(actor.replicas));
   overrides.push_back("cluster.gpus_per_node=" + number(processes_per_pod(actor)));
+  if (spec.roles.generation) {
+    const Parallelism& engine = spec.roles.generation->parallelism;
+    if (engine.tp > 1) overrides.push_back(kEngineTensorKey + ("=" + number(engine.tp)));
+    if (engine.ep > 1) overrides.push_back(kEngineExpertKey + ("=" + number(engine.ep)));
+  }
   overrides.insert(overrides.end(), spec.config.overrides.begin(), spec.config.overrides.end());
   return overrides;
 }
@@ -284,6 +289,8 @@ Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std:
   for (const RoleRef& role : roles_of(job.spec)) {
     roles.push_back(
         {{"name", role.name}, {"replicas", role.spec->replicas}, {"processesPerPod", processes_per_pod(*role.spec)}});
+    const Parallelism& p = role.spec->parallelism;
+    if (role.name == "generation" && p.tp > 1) roles.back()["engine"] = {{"tp", p.tp}, {"ep", p.ep}};
   }
   document["roles"] = std::move(roles);
   if (layout.world() <= kMaxRanksWithGroups) {

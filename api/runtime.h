@@ -15,7 +15,8 @@ namespace trireme {
 
 int64_t processes_per_pod(const RoleSpec& role);
 int64_t world_size(const RoleSpec& role);  // replicas x processes per pod
-// dp filled in; equals the given sizes with dp 1 if they do not divide the world (validation refuses that).
+// dp filled in; equals the given sizes with dp 1 if they do not divide the world (validation refuses that). Of
+// generation pods tp and ep are an engine's, and dp is the number of engines.
 Layout layout_of(const RoleSpec& role);
 
 struct RoleRef {
@@ -67,6 +68,10 @@ inline constexpr int kExitNumerics = 21;       // NaN guard
 inline constexpr int kExitNode = 30;           // the node's device is at fault: avoid it
 inline constexpr int kExitCheckpointed = 40;   // SIGTERM, checkpoint written: free restart
 
+// Of the configuration: how many ranks an engine has, and how many of them share its experts.
+inline constexpr const char* kEngineTensorKey = "policy.generation.tensor_parallel_size";
+inline constexpr const char* kEngineExpertKey = "policy.generation.expert_parallel_size";
+
 // trireme launch --nproc-per-node P -- train --algorithm grpo --config FILE --layout tp=..,.. [key=value ...]
 // The file is `config_path` (the mounted or local file), unless spec.config.path names one in the image. Of the critic
 // P and the layout are its own, all else is the actor's: the trainer compares their configurations. `role` is actor or
@@ -75,11 +80,12 @@ std::vector<std::string> trainer_command(const RLJob& job, const std::string& co
                                          const std::string& role = "actor");
 // trireme engine --config FILE algorithm=grpo [key=value ...], with the actor's file and overrides: a generation pod
 // whose configuration differs from the actor's may not join. A pod of several processes: trireme launch
-// --nproc-per-node P -- engine ...; each is an engine of its own.
+// --nproc-per-node P -- engine ...; P / tp engines, each of tp ranks in a row.
 std::vector<std::string> engine_command(const RLJob& job, const std::string& config_path);
 // What a role's pods run, unless their template says otherwise: empty for the reward role, whose image knows.
 std::vector<std::string> role_command(const RLJob& job, const std::string& role, const std::string& config_path);
-// The overrides at the end of both: model, checkpoint folder, cluster sizes, then spec.config.overrides.
+// The overrides at the end of both: model, checkpoint folder, cluster sizes, an engine's sizes that are above 1, then
+// spec.config.overrides.
 std::vector<std::string> trainer_overrides(const RLJob& job);
 
 struct PodPlace {
@@ -111,10 +117,10 @@ bool is_reserved_env(const std::string& name);
 
 // topology.json:
 // {"job","attempt","layout":{...},"nodes":[{"index","role","host","ranks":[first,last]}],"groups":{"tp":[[...]],...},
-// "roles":[{"name","replicas","processesPerPod"}]}. Nodes are the pods of actor and critic, with ranks of the job: the
-// critic's stand behind the actor's. Of the rest all but roles are the actor's. Groups are left out above 4096 ranks
-// (they follow from the layout). hosts, critic_hosts: one per pod of the role. Of generation, replicas is the number
-// that the attempt began with.
+// "roles":[{"name","replicas","processesPerPod","engine":{"tp","ep"}}]}. Nodes are the pods of actor and critic, with
+// ranks of the job: the critic's stand behind the actor's. Of the rest all but roles are the actor's. Groups are left
+// out above 4096 ranks (they follow from the layout). hosts, critic_hosts: one per pod of the role. Of generation,
+// replicas is the number that the attempt began with; engine is there where one has several ranks.
 Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts,
                        const std::vector<std::string>& critic_hosts = {});
 

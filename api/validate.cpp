@@ -193,16 +193,66 @@ class Validator final {
     if (spec_.algorithm == Algorithm::kSft)
       error(path, "has no meaning for algorithm SFT, which generates nothing; leave the role out");
     if (role.port) error(path + ".port", "is for the reward role; the trainer's ports are in spec.network");
-    check_processes(role, path);
-    if (!(layout_sizes(role) == Layout{}) || role.parallelism.dp.value_or(world_size(role)) != world_size(role))
-      error(path + ".parallelism",
-            "has no meaning yet: every process of a generation pod holds the whole model; leave it out");
+    if (check_processes(role, path)) check_engines(role, path);
     if (role.min_replicas.value_or(1) > role.replicas) {
       error(path + ".minReplicas", "is " + std::to_string(*role.min_replicas) + ", more than replicas, which is " +
                                        std::to_string(role.replicas));
     }
     if (spec_.network.work_port == spec_.network.master_port || spec_.network.work_port == spec_.network.metrics_port)
       error("spec.network.workPort", "is the same as masterPort or metricsPort");
+  }
+
+  // A size of engines, and where it is said: by the role or, where that leaves it out (1), by the configuration.
+  struct EngineSize {
+    int64_t size = 1;
+    std::string at;
+  };
+  EngineSize engine_size(int64_t of_role, const std::string& path, const char* key) const {
+    const auto said = of_role > 1 ? std::nullopt : setting(key);
+    const int64_t size = said ? parse_int(said->value).value_or(0) : 0;
+    return size > 1 ? EngineSize{size, said->at} : EngineSize{of_role, path};
+  }
+
+  // An engine is tp processes of a pod, which split the model's heads by tp and its experts by ep.
+  void check_engines(const RoleSpec& role, const std::string& role_path) {
+    const std::string path = role_path + ".parallelism";
+    const Parallelism& p = role.parallelism;
+    for (const auto& [axis, size] : {std::pair{".cp", p.cp}, std::pair{".pp", p.pp}, std::pair{".etp", p.etp}}) {
+      if (size == 1) continue;
+      return error(path + axis, "is " + std::to_string(size) +
+                                    ", but the ranks of an engine split the model by tp and ep only: leave it out");
+    }
+    const EngineSize tp = engine_size(p.tp, path + ".tp", kEngineTensorKey);
+    // What the configuration says of ep means something beside a tp that is known.
+    const EngineSize ep =
+        tp.size > 1 ? engine_size(p.ep, path + ".ep", kEngineExpertKey) : EngineSize{p.ep, path + ".ep"};
+    const auto refuse = [&](const EngineSize& size, const std::string& message) {
+      error(size.at, starts_with(size.at, path) ? message : "of the engines of " + role_path + ": " + message);
+    };
+    const int64_t ranks = p.ep > 1 ? p.tp : tp.size;  // the role's own, as the CRD's rule sees it
+    if (ranks % ep.size != 0) {
+      return refuse(ep, "ep " + std::to_string(ep.size) + " does not divide tp, which is " + std::to_string(ranks) +
+                            ": the ranks of an engine share its experts");
+    }
+    const int64_t processes = processes_per_pod(role);
+    const std::optional<ModelShape> shape = known_model_shape(model_name());
+    const Layout pod{.tp = tp.size, .ep = ep.size, .dp = std::max<int64_t>(1, processes / tp.size)};
+    const LayoutReport report =
+        check_layout(pod, {.world = processes, .gpus_per_node = processes, .shape = shape ? &*shape : nullptr});
+    if (!report.ok()) return refuse(starts_with(report.errors.front(), "ep ") ? ep : tp, report.errors.front());
+    if (shape && shape->experts > 0) {
+      // Their experts are added up in training's blocks.
+      const int64_t training = spec_.roles.actor ? spec_.roles.actor->parallelism.ep : 1;
+      const int64_t blocks = combine_blocks(shape->experts, asked_blocks(), training);
+      if (shape->experts % blocks == 0) {
+        for (const std::string& message : combine_block_problems(shape->experts, blocks, ep.size)) refuse(ep, message);
+      }
+    }
+    const int64_t engines = role.replicas * pod.dp;
+    if (p.dp.value_or(engines) != engines) {
+      error(path + ".dp", "is " + std::to_string(*p.dp) + ", but there are " + std::to_string(engines) +
+                              " engines: leave it out, since replicas x processes of a pod / tp says how many");
+    }
   }
 
   // Of a key that the RLJob leaves to the configuration: what stands inline or, which wins, in an override; and where.
@@ -281,6 +331,12 @@ class Validator final {
     return name && name->is_string() ? name->get<std::string>() : std::string();
   }
 
+  // 0: derived.
+  int64_t asked_blocks() const {
+    const auto said = setting("policy.moe_combine_blocks");
+    return said ? std::max<int64_t>(0, parse_int(said->value).value_or(0)) : 0;
+  }
+
   bool check_processes(const RoleSpec& role, const std::string& path) {
     if (role.gpus_per_pod == 0 || role.processes_per_pod.value_or(role.gpus_per_pod) == role.gpus_per_pod) return true;
     error(path + ".processesPerPod", "is " + std::to_string(*role.processes_per_pod) + ", but a pod has " +
@@ -303,9 +359,7 @@ class Validator final {
     for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
     if (!report.ok()) return;
     if (!shape || shape->experts == 0) return;
-    const Json* blocks = config_value("policy.moe_combine_blocks");
-    const int64_t asked = blocks != nullptr && blocks->is_number_integer() ? blocks->get<int64_t>() : 0;
-    for (const std::string& message : combine_block_problems(shape->experts, asked, layout.ep))
+    for (const std::string& message : combine_block_problems(shape->experts, asked_blocks(), layout.ep))
       error(axis_path(path, message), message);
   }
 
@@ -341,6 +395,29 @@ class Validator final {
     return at;
   }
 
+  // By key: the size that the RLJob decides, and its field. What the configuration says must agree.
+  using DecidedSizes = std::vector<std::pair<std::string, std::pair<int64_t, std::string>>>;
+  DecidedSizes decided_sizes() const {
+    const RoleSpec& actor = *spec_.roles.actor;
+    const Layout layout = layout_of(actor);
+    DecidedSizes sizes = {
+        {"policy.megatron_cfg.tensor_model_parallel_size", {layout.tp, "spec.roles.actor.parallelism.tp"}},
+        {"policy.megatron_cfg.pipeline_model_parallel_size", {layout.pp, "spec.roles.actor.parallelism.pp"}},
+        {"policy.megatron_cfg.context_parallel_size", {layout.cp, "spec.roles.actor.parallelism.cp"}},
+        {"policy.megatron_cfg.expert_model_parallel_size", {layout.ep, "spec.roles.actor.parallelism.ep"}},
+        {"policy.megatron_cfg.expert_tensor_parallel_size", {layout.etp, "spec.roles.actor.parallelism.etp"}},
+        {"policy.dtensor_cfg.tensor_parallel_size", {layout.tp, "spec.roles.actor.parallelism.tp"}},
+        {"policy.dtensor_cfg.context_parallel_size", {layout.cp, "spec.roles.actor.parallelism.cp"}},
+        {"cluster.num_nodes", {actor.replicas, "spec.roles.actor.replicas"}},
+        {"cluster.gpus_per_node", {processes_per_pod(actor), "the processes of an actor pod"}},
+    };
+    if (!spec_.roles.generation) return sizes;
+    const Parallelism& engine = spec_.roles.generation->parallelism;
+    if (engine.tp > 1) sizes.push_back({kEngineTensorKey, {engine.tp, "spec.roles.generation.parallelism.tp"}});
+    if (engine.ep > 1) sizes.push_back({kEngineExpertKey, {engine.ep, "spec.roles.generation.parallelism.ep"}});
+    return sizes;
+  }
+
   void check_config() {
     const ConfigSource& config = spec_.config;
     const int sources = !config.inline_config.is_null() + config.config_map_ref.has_value() + !config.path.empty();
@@ -355,20 +432,7 @@ class Validator final {
       }
     }
     if (!spec_.roles.actor) return;
-    const RoleSpec& actor = *spec_.roles.actor;
-    const Layout layout = layout_of(actor);
-    // Sizes that the RLJob decides: what the configuration says must agree.
-    const std::vector<std::pair<std::string, std::pair<int64_t, std::string>>> sizes = {
-        {"policy.megatron_cfg.tensor_model_parallel_size", {layout.tp, "spec.roles.actor.parallelism.tp"}},
-        {"policy.megatron_cfg.pipeline_model_parallel_size", {layout.pp, "spec.roles.actor.parallelism.pp"}},
-        {"policy.megatron_cfg.context_parallel_size", {layout.cp, "spec.roles.actor.parallelism.cp"}},
-        {"policy.megatron_cfg.expert_model_parallel_size", {layout.ep, "spec.roles.actor.parallelism.ep"}},
-        {"policy.megatron_cfg.expert_tensor_parallel_size", {layout.etp, "spec.roles.actor.parallelism.etp"}},
-        {"policy.dtensor_cfg.tensor_parallel_size", {layout.tp, "spec.roles.actor.parallelism.tp"}},
-        {"policy.dtensor_cfg.context_parallel_size", {layout.cp, "spec.roles.actor.parallelism.cp"}},
-        {"cluster.num_nodes", {actor.replicas, "spec.roles.actor.replicas"}},
-        {"cluster.gpus_per_node", {processes_per_pod(actor), "the processes of an actor pod"}},
-    };
+    const DecidedSizes sizes = decided_sizes();
     for (const auto& [key, expected] : sizes) {
       const auto& [size, field] = expected;
       const std::string section = key.substr(0, key.rfind('.'));
@@ -424,7 +488,7 @@ class Validator final {
                                            quoted(expected) + "; leave one of them out");
   }
 
-  void check_overrides(const std::vector<std::pair<std::string, std::pair<int64_t, std::string>>>& sizes) {
+  void check_overrides(const DecidedSizes& sizes) {
     for (size_t i = 0; i < spec_.config.overrides.size(); ++i) {
       const std::string path = "spec.config.overrides[" + std::to_string(i) + "]";
       const std::string& text = spec_.config.overrides[i];

@@ -11,7 +11,10 @@ MODEL = [
     "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--head-dim", "16", "--intermediate", "48"
 ]
 # Of manifests whose ranks split a model: the axes, each of two ranks. A pod has those of a tensor and context group.
-SPLIT = {"eight-nodes-tp4-pp4": ["tp", "pp"], "context-parallel-16k": ["tp", "cp", "pp"]}
+SPLIT = {
+    "eight-nodes-tp4-pp4": ["tp", "pp"], "context-parallel-16k": ["tp", "cp", "pp"],
+    "dedicated-generation-tp": ["tp", "pp"]
+}
 KEYS = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}
 
 # Both sections are said: that of the other algorithm changes nothing.
@@ -67,6 +70,8 @@ def manifest(name):
         pods["gpusPerPod"] = 0
         if role == "generation":
             pods.update(replicas=2, minReplicas=1)
+            if "parallelism" in pods:  # the two processes of a pod are an engine
+                pods["parallelism"] = {axis: 2 for axis in pods["parallelism"]}
         for container in pods["template"]["spec"]["containers"]:
             container["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
     if name in SPLIT:

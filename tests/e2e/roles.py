@@ -1,9 +1,9 @@
 """Group `roles` of checks.py: pods that generate and a pod that grades beside the one that trains. Each of them is lost
 and made again while the attempt goes on, also with its node, and generation pods are told to be more and fewer. The
-pod that trains is lost too, which ends the attempt. And PPO with a critic on a pod of its own, whose loss ends it as
-well.
+pod that trains is lost too, which ends the attempt. A pod whose processes are one engine. And PPO with a critic on a
+pod of its own, whose loss ends it as well.
 
-Without arguments checks.py runs three of them, the group `roles-short`."""
+Without arguments checks.py runs four of them, the group `roles-short`."""
 from world import *
 
 LONG = 60  # steps: more than pass while three pods are lost and made again
@@ -129,6 +129,26 @@ def undisturbed(records):
     differing = sum(r.get("train/logprob_mismatch_tokens", 0) for r in rows)
     need(differing == 0, f"{differing} tokens with other bits")
     return f"{len(made)} pods, weights of version {status['progress']['weightVersion']}"
+
+
+def engine_of_two_ranks(records):
+    """One pod trains with two tensor ranks, and the two processes of another are one engine of two tensor ranks."""
+    name = "paired"
+    job = split_job(name)
+    job["spec"]["config"]["overrides"].append("policy.generation.colocated.enabled=false")
+    roles = job["spec"]["roles"]
+    roles["actor"]["replicas"] = 1
+    roles["generation"] = {"replicas": 1, "processesPerPod": 2, "parallelism": {"tp": 2},
+                           "template": copy.deepcopy(roles["actor"]["template"])}
+    submit(job)
+    one_attempt(records, name)
+    need(sorted(records.made_pods(name)) == [f"{name}-actor-0-a1", f"{name}-generation-0-a1"],
+         f"pods made: {records.made_pods(name)}")
+    topology = [json.loads(o["data"]["topology.json"])
+                for _, kind, o in records.configmaps.of(f"{name}-topology-a1") if kind == "ADDED"]
+    need({"name": "generation", "replicas": 1, "processesPerPod": 2, "engine": {"tp": 2, "ep": 1}}
+         in topology[0]["roles"], f"topology {topology}")
+    return equal_bits(name)
 
 
 def each_lost(records):
@@ -332,6 +352,7 @@ def critic_beside_generation(records):
 # What runs without arguments: what each role does, and each of them that may be lost.
 SHORT = (
     ("an undisturbed run: one trains, two generate, one grades", undisturbed),
+    ("an engine of two ranks beside two that train: equal bits", engine_of_two_ranks),
     ("each of them lost: one attempt", each_lost),
     ("PPO, an undisturbed run with a pod of the critic", valued),
 )

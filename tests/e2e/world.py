@@ -168,6 +168,32 @@ def small_job(name, steps=STEPS, overrides=(), **changes):
     return job
 
 
+SPLIT_STEPS = 8
+
+
+def split_job(name, steps=SPLIT_STEPS):
+    """The same, split by tensor ranks over the two processes of each pod."""
+    job = small_job(name, steps, (
+        "cluster.device=cpu", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "grpo.num_prompts_per_step=8", "grpo.val_period=0", "policy.train_global_batch_size=32"))
+    actor = job["spec"]["roles"]["actor"]
+    actor.update({"processesPerPod": 2, "parallelism": {"tp": 2}})
+    init_model = actor["template"]["spec"]["initContainers"][1]["command"]
+    init_model[init_model.index("--kv-heads") + 1] = "2"
+    return job
+
+
+def equal_bits(name, steps=SPLIT_STEPS):
+    """Every step is logged, and no token that was sampled has other bits in the loss; how many were compared."""
+    rows = [json.loads(line) for line in (volume_folder(name) / "logs/train.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "train/loss" in row]
+    compared = sum(row["train/logprob_compared_tokens"] for row in rows)
+    differing = sum(row["train/logprob_mismatch_tokens"] for row in rows)
+    need(len(rows) == steps and compared > 0 and differing == 0,
+         f"{len(rows)} steps, {differing} of {compared} tokens with other bits")
+    return f"{int(differing)} of {int(compared)} tokens with other bits"
+
+
 def spread_over_nodes(pod, name):
     pod["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
         {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"trireme.dev/job": name}}}]}}

@@ -224,7 +224,9 @@ TEST(Crd, RulesCoverWhatMustHoldWithoutTheWebhook) {
         "algorithm cannot be changed", "managedBy cannot be changed", "a critic role is for algorithm PPO only",
         "a critic role can only be added, removed or given other sizes while the job is suspended",
         "needs exactly one of inline, configMapRef, path", "can only be changed while the job is suspended",
-        "at most 40 characters", "minReplicas must be at most replicas", "workPort must differ"}) {
+        "at most 40 characters", "minReplicas must be at most replicas", "workPort must differ",
+        "parallelism.ep of an engine must divide its tp", "the ranks of an engine split the model by tp and ep only",
+        "dp must be the number of engines"}) {
     EXPECT_THAT(text, testing::HasSubstr(message));
   }
 }
@@ -236,7 +238,7 @@ TEST(Crd, RulesKeepTheSizesOfRunningPods) {
   for (const auto& rule : rules) text += rule["rule"].as<std::string>() + "\n";
   for (const char* key : {"actor.replicas", "actor.gpusPerPod", "actor.processesPerPod", "actor.parallelism.tp",
                           "critic.replicas", "critic.gpusPerPod", "critic.processesPerPod", "critic.parallelism",
-                          "generation.gpusPerPod", "generation.processesPerPod"}) {
+                          "generation.gpusPerPod", "generation.processesPerPod", "generation.parallelism"}) {
     const std::string field = std::string("roles.") + key;
     EXPECT_THAT(text, testing::HasSubstr("self." + field + " == oldSelf." + field));
   }

@@ -195,6 +195,29 @@ TEST(Trainer, GenerationPodsJoinActor0) {
   EXPECT_THAT(role_command(job, "reward", "/c.yaml"), testing::IsEmpty());
 }
 
+TEST(Trainer, AnEnginesSizesGoToEveryRole) {
+  RLJob job = parse_rljob(
+      job_yaml("  algorithm: PPO\n"
+               "  roles: {actor: {gpusPerPod: 8, parallelism: {tp: 4, pp: 2}}, critic: {}, generation: {replicas: 2, "
+               "gpusPerPod: 8, parallelism: {tp: 4}}}\n  config: {path: c.yaml, overrides: [ppo.seed=1]}\n"),
+      "f");
+  const std::string tp = "policy.generation.tensor_parallel_size=4", ep = "policy.generation.expert_parallel_size=2";
+  EXPECT_THAT(trainer_overrides(job), ElementsAre("cluster.num_nodes=1", "cluster.gpus_per_node=8", tp, "ppo.seed=1"))
+      << "the user's come last";
+  // The pod starts its processes; which engine each is in, and as which rank, they find out.
+  EXPECT_THAT(role_command(job, "generation", "/c.yaml"),
+              ElementsAre("trireme", "launch", "--nproc-per-node", "8", "--", "engine", "--config", "c.yaml",
+                          "algorithm=ppo", "cluster.num_nodes=1", "cluster.gpus_per_node=8", tp, "ppo.seed=1"));
+  job.spec.roles.generation->parallelism.ep = 2;
+  EXPECT_THAT(trainer_overrides(job),
+              ElementsAre("cluster.num_nodes=1", "cluster.gpus_per_node=8", tp, ep, "ppo.seed=1"));
+  for (const char* role : {"actor", "critic", "generation"})
+    EXPECT_THAT(role_command(job, role, "/c.yaml"), testing::IsSupersetOf({tp, ep})) << role;
+  EXPECT_EQ(layout_of(*job.spec.roles.generation), (Layout{.tp = 4, .ep = 2, .dp = 4})) << "four engines";
+  job.spec.roles.generation.reset();
+  EXPECT_THAT(trainer_overrides(job), testing::Not(testing::Contains(testing::HasSubstr("policy.generation"))));
+}
+
 TEST(Trainer, CriticPodsAreRanksBehindTheActors) {
   RLJob job = parse_rljob(job_yaml("  algorithm: PPO\n"
                                    "  roles: {actor: {replicas: 2, gpusPerPod: 8}, "
@@ -282,6 +305,15 @@ TEST(TopologyDocument, RanksOfEveryPodAndGroups) {
             R"({"name":"critic","processesPerPod":4,"replicas":2},)"
             R"({"name":"generation","processesPerPod":1,"replicas":3},)"
             R"({"name":"reward","processesPerPod":1,"replicas":2}])");
+  const RLJob split = parse_rljob(job_yaml("  roles: {actor: {parallelism: {tp: 2}, processesPerPod: 2}, generation: "
+                                           "{processesPerPod: 4, parallelism: {tp: 4, ep: 2}}}\n"),
+                                  "f");
+  const Json of_engines = topology_document(split, 2, {"h0"});
+  EXPECT_EQ(of_engines["roles"].dump(),
+            R"([{"name":"actor","processesPerPod":2,"replicas":1},)"
+            R"({"engine":{"ep":2,"tp":4},"name":"generation","processesPerPod":4,"replicas":1}])");
+  EXPECT_NO_THROW(check_topology_document(of_engines, "t.json", {.world = 2, .layout = {.tp = 2}}))
+      << "the actor's ranks look at their own";
 }
 
 TEST(PodView, SeesWhatTheLocalRunnerNeeds) {
@@ -354,13 +386,16 @@ TEST(Examples, AllAreAccepted) {
           << name << " " << job.spec.config.path;
     }
   }
-  EXPECT_EQ(accepted, 11u);
+  EXPECT_EQ(accepted, 12u);
   for (const Issue& warning : validate(parse_rljob(read_example("ppo-critic.rljob.yaml"), "f")).warnings)
     EXPECT_THAT(warning.message, testing::HasSubstr("ReadWriteMany"));
   const RLJob moe = parse_rljob(read_example("experts-ep8.rljob.yaml"), "f");
   EXPECT_EQ(layout_of(*moe.spec.roles.actor), (Layout{.tp = 2, .ep = 8, .dp = 32}));
   const RLJob context = parse_rljob(read_example("context-parallel-16k.rljob.yaml"), "f");
   EXPECT_EQ(layout_of(*context.spec.roles.actor), (Layout{.tp = 4, .cp = 2, .dp = 4, .pp = 4}));
+  const RLJob engines = parse_rljob(read_example("dedicated-generation-tp.rljob.yaml"), "f");
+  EXPECT_EQ(layout_of(*engines.spec.roles.actor), (Layout{.tp = 4, .dp = 4, .pp = 2}));
+  EXPECT_EQ(layout_of(*engines.spec.roles.generation), (Layout{.tp = 4, .dp = 4})) << "two pods of two engines";
   // CP stays inside a node: the only warning is about the claims that sixteen pods share.
   for (const Issue& warning : validate(context).warnings)
     EXPECT_THAT(warning.message, testing::HasSubstr("ReadWriteMany"));

@@ -10,9 +10,11 @@ namespace trireme {
 namespace {
 
 using test::job_yaml;
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 
 // "path: message" of the errors, one per line; empty if the job is accepted.
 std::string errors_of(const std::string& spec, const std::string& name = "job") {
@@ -163,7 +165,7 @@ TEST(Validate, ACriticWhoseCheckpointsWouldGoWithItsPodsIsAWarning) {
   EXPECT_EQ(warned(""), sentence);
   EXPECT_EQ(warned(template_of("runs", "/other")).substr(0, sentence.size()), sentence);
   EXPECT_EQ(warned(template_of("others", "/runs")), sentence);
-  EXPECT_THAT(warned(template_of("runs", "/runs/")), testing::Not(HasSubstr("does not mount")));
+  EXPECT_THAT(warned(template_of("runs", "/runs/")), Not(HasSubstr("does not mount")));
   EXPECT_THAT(warned(template_of("runs", "/runs/")),
               HasSubstr("spec.roles.actor.template.spec.volumes: the claim \"runs\" is used by 2 pods"));
   EXPECT_EQ(warned("", "  checkpoint: {directory: /elsewhere}\n"), "");
@@ -282,9 +284,6 @@ TEST(Validate, GenerationPods) {
   EXPECT_EQ(generation("processesPerPod: 2"), "");
   EXPECT_THAT(generation("gpusPerPod: 8, processesPerPod: 2"),
               HasSubstr("spec.roles.generation.processesPerPod: is 2, but a pod has 8 GPUs"));
-  EXPECT_THAT(generation("replicas: 2, parallelism: {tp: 2}"), HasSubstr("holds the whole model"));
-  EXPECT_THAT(generation("replicas: 2, processesPerPod: 2, parallelism: {dp: 2}"), HasSubstr("holds the whole model"));
-  EXPECT_EQ(generation("replicas: 2, parallelism: {dp: 2}"), "");
   EXPECT_THAT(generation("port: 80"), HasSubstr("is for the reward role"));
   EXPECT_THAT(generation("", "  algorithm: SFT\n"),
               HasSubstr("spec.roles.generation: has no meaning for algorithm SFT"));
@@ -292,6 +291,108 @@ TEST(Validate, GenerationPods) {
   EXPECT_EQ(errors_of("  network: {metricsPort: 29501}\n"), "") << "nobody listens on the work port";
   EXPECT_THAT(errors_of(actor("replicas: 2, minReplicas: 1")),
               HasSubstr("spec.roles.actor.minReplicas: is for the generation role"));
+}
+
+TEST(Validate, AnEnginesRanksShareAPod) {
+  for (const char* good :
+       {"gpusPerPod: 8, parallelism: {tp: 4}", "gpusPerPod: 8, parallelism: {tp: 8}",
+        "replicas: 3, processesPerPod: 2, parallelism: {tp: 2}",
+        "replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, ep: 2}", "replicas: 2, parallelism: {dp: 2}",
+        "replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, dp: 4}"}) {
+    EXPECT_EQ(generation(good), "") << good;
+  }
+  EXPECT_EQ(
+      generation("replicas: 2, parallelism: {tp: 2}"),
+      "spec.roles.generation.parallelism.tp: tp 2 does not divide the 1 GPUs of a node (tensor parallel ranks must "
+      "share a node); legal values of tp here: 1");
+  EXPECT_EQ(
+      generation("gpusPerPod: 8, parallelism: {tp: 3}"),
+      "spec.roles.generation.parallelism.tp: tp 3 does not divide the 8 GPUs of a node (tensor parallel ranks must "
+      "share a node); legal values of tp here: 1, 2, 4, 8");
+  EXPECT_THAT(generation("gpusPerPod: 8, parallelism: {tp: 16}"), HasSubstr("tp 16 does not divide the 8 GPUs"));
+  for (const char* axis : {"cp", "pp", "etp"}) {
+    EXPECT_EQ(generation("gpusPerPod: 8, parallelism: {tp: 2, " + std::string(axis) + ": 2}"),
+              "spec.roles.generation.parallelism." + std::string(axis) +
+                  ": is 2, but the ranks of an engine split the model by tp and ep only: leave it out");
+  }
+  const std::string sentence =
+      "but there are 4 engines: leave it out, since replicas x processes of a pod / tp says how many";
+  EXPECT_EQ(generation("replicas: 2, processesPerPod: 4, parallelism: {tp: 2, dp: 8}"),
+            "spec.roles.generation.parallelism.dp: is 8, " + sentence);
+  EXPECT_EQ(generation("replicas: 2, processesPerPod: 2, parallelism: {dp: 2}"),
+            "spec.roles.generation.parallelism.dp: is 2, " + sentence);
+}
+
+TEST(Validate, AnEnginesLayoutFitsTheModel) {
+  const auto of = [](const std::string& model, const std::string& parallelism, const std::string& actor = "",
+                     const std::string& config = "") {
+    return errors_of("  model: {source: " + model + "}\n  roles: {actor: {" + actor +
+                     "}, generation: {gpusPerPod: 8, parallelism: {" + parallelism +
+                     "}}}\n  config: {inline: {policy: {" + config + "generation: {colocated: {enabled: false}}}}}\n");
+  };
+  EXPECT_EQ(of("meta-llama/Llama-3.1-70B", "tp: 8"), "");
+  EXPECT_EQ(of("Qwen/Qwen2.5-0.5B-Instruct", "tp: 8"),
+            "spec.roles.generation.parallelism.tp: tp 8 does not divide the 14 attention heads; legal values of tp "
+            "here: 1, 2");
+  EXPECT_EQ(of("Qwen/Qwen3-8B", "tp: 4, ep: 2"),
+            "spec.roles.generation.parallelism.ep: ep 2 for a model without experts; ep must be 1");
+  const std::string mixture = "Qwen/Qwen3-30B-A3B";  // 128 experts, 4 key heads
+  EXPECT_EQ(of(mixture, "tp: 4, ep: 4"), "");
+  EXPECT_EQ(of(mixture, "tp: 4, ep: 2"), "");
+  EXPECT_EQ(
+      of(mixture, "tp: 2, ep: 4"),
+      "spec.roles.generation.parallelism.ep: ep 4 does not divide tp, which is 2: the ranks of an engine share its "
+      "experts");
+  EXPECT_THAT(of(mixture, "ep: 2"), HasSubstr("parallelism.ep: ep 2 does not divide tp, which is 1"));
+  // In blocks of training's: two are too few for four ranks, whoever said it.
+  const std::string few = "spec.roles.generation.parallelism.ep: ep 4 does not divide the 2 blocks";
+  EXPECT_THAT(of(mixture, "tp: 4, ep: 4", "", "moe_combine_blocks: 2, "), HasSubstr(few));
+  EXPECT_EQ(of(mixture, "tp: 4, ep: 2", "", "moe_combine_blocks: 2, "), "");
+  EXPECT_EQ(of(mixture, "tp: 4, ep: 4", "gpusPerPod: 8, replicas: 2, parallelism: {ep: 16}"), "");
+  EXPECT_THAT(generation("processesPerPod: 4, parallelism: {tp: 4, ep: 4}", "  model: {source: " + mixture + "}\n",
+                         "false, policy.moe_combine_blocks=2"),
+              HasSubstr(few));
+  EXPECT_THAT(of(mixture, "tp: 4, ep: 4", "", "moe_combine_blocks: 3, "),
+              AllOf(HasSubstr("which does not divide the model's 128"), Not(HasSubstr("roles.generation"))));
+}
+
+TEST(Validate, AnEnginesSizesAreSaidTheSameTwice) {
+  const std::string two = "gpusPerPod: 8, parallelism: {tp: 4, ep: 2}";
+  const std::string off = "{policy: {generation: {colocated: {enabled: false}, ";
+  const auto inlined = [&](const std::string& fields, const std::string& keys) {
+    return errors_of("  roles: {actor: {}, generation: {" + fields + "}}\n  config: {inline: " + off + keys + "}}}\n");
+  };
+  const auto overridden = [](const std::string& fields, const std::string& override_text) {
+    return generation(fields, "", "false, policy.generation." + override_text);
+  };
+  EXPECT_EQ(inlined(two, "tensor_parallel_size: 4, expert_parallel_size: 2"), "");
+  for (const char* size : {"0", "1", "2", "8"}) {
+    EXPECT_EQ(inlined(two, "tensor_parallel_size: " + std::string(size)),
+              "spec.config.inline.policy.generation.tensor_parallel_size: is " + std::string(size) +
+                  ", but spec.roles.generation.parallelism.tp is 4; the RLJob decides sizes: leave the key out");
+  }
+  EXPECT_THAT(inlined(two, "expert_parallel_size: 4"), HasSubstr("but spec.roles.generation.parallelism.ep is 2"));
+  EXPECT_EQ(overridden(two, "tensor_parallel_size=2"),
+            "spec.config.overrides[1]: \"policy.generation.tensor_parallel_size=2\" contradicts "
+            "spec.roles.generation.parallelism.tp, which is 4");
+  EXPECT_THAT(overridden(two, "expert_parallel_size=4"), HasSubstr("parallelism.ep, which is 2"));
+  EXPECT_EQ(errors_of("  config: {inline: {policy: {generation: {tensor_parallel_size: 2}}}}\n"), "")
+      << "of the actor's own";
+  // Where the role says nothing, the configuration does.
+  EXPECT_EQ(inlined("gpusPerPod: 8", "tensor_parallel_size: 4, expert_parallel_size: 2"), "");
+  EXPECT_EQ(inlined("", "tensor_parallel_size: 1"), "");
+  EXPECT_EQ(overridden("processesPerPod: 2", "tensor_parallel_size=2"), "");
+  EXPECT_EQ(inlined("processesPerPod: 3", "tensor_parallel_size: 2"),
+            "spec.config.inline.policy.generation.tensor_parallel_size: of the engines of spec.roles.generation: tp 2 "
+            "does not divide the 3 GPUs of a node (tensor parallel ranks must share a node); legal values of tp here: "
+            "1, 3");
+  EXPECT_THAT(
+      overridden("gpusPerPod: 4", "tensor_parallel_size=8"),
+      HasSubstr("spec.config.overrides[1]: of the engines of spec.roles.generation: tp 8 does not divide the 4"));
+  EXPECT_THAT(inlined("gpusPerPod: 8", "tensor_parallel_size: 2, expert_parallel_size: 4"),
+              HasSubstr("expert_parallel_size: of the engines of spec.roles.generation: ep 4 does not divide tp, which "
+                        "is 2"));
+  EXPECT_EQ(overridden("gpusPerPod: 8", "expert_parallel_size=4"), "") << "the file may say tp";
 }
 
 TEST(Validate, WhoGeneratesIsSaidTheSameTwice) {
@@ -379,6 +480,7 @@ TEST(ValidateUpdate, WhatMayChangeAndWhen) {
   const RLJob generating = parse_rljob(job_yaml(pods + "2}}\n"), "f");
   EXPECT_THAT(paths(generating, pods + "4}}\n"), IsEmpty());
   EXPECT_THAT(paths(generating, pods + "2, gpusPerPod: 1}}\n"), ElementsAre("spec.roles"));
+  EXPECT_THAT(paths(generating, pods + "2, parallelism: {tp: 2}}}\n"), ElementsAre("spec.roles"));
   EXPECT_THAT(paths(generating, "  roles: {actor: {}}\n"), ElementsAre("spec.roles"));
   EXPECT_THAT(paths(generating, "  roles: {actor: {replicas: 2}, generation: {replicas: 4}}\n"),
               ElementsAre("spec.roles"));
