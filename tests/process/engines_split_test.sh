@@ -5,8 +5,7 @@
 # generates on one device each. Engines that are killed or cut off between the parts, ranks that are killed.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_split_fixture
-"$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 64 --layers 2 --heads 4 --kv-heads 2 \
-  --head-dim 16 --intermediate 64 --experts 8 --experts-per-token 2 --expert-width 32 >/dev/null
+make_mixture
 apart="policy.generation.colocated.enabled=false"
 one_device="policy.generation.tensor_parallel_size=1"
 steps=4
@@ -20,24 +19,6 @@ layouts=(  # NAME RANKS OVERRIDES
   "tp2 2 $m.tensor_model_parallel_size=2 $one_device"
   "tp2pp2 4 $m.tensor_model_parallel_size=2 $m.pipeline_model_parallel_size=2 $one_device"
 )
-split_args() {  # NAME RANKS [overrides...]
-  local name=$1 ranks=$2; shift 2
-  run_args "$name" $common cluster.gpus_per_node="$ranks" "$@"
-}
-equal() {  # NAME OTHER STEP
-  [ "$(weights "$1" "$3")" = "$(weights "$2" "$3")" ] && ok "$1: the weights of $2" || bad "$1: the weights of $2"
-}
-# Log-probs with other bits, and near: those of other weights are not.
-near() {
-  python3 - "$dir/$1-logs/train.jsonl" "$2" <<'PY'
-import json, sys
-rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
-differing = sum(x["train/logprob_mismatch_tokens"] for x in rows)
-worst = max(x["train/token_mult_prob_error"] for x in rows)
-print(f"{len(rows)} steps, {differing} tokens with other bits, error {worst}")
-sys.exit(0 if len(rows) == int(sys.argv[2]) and differing > 0 and worst < 1.001 else 1)
-PY
-}
 
 # In turn with training.
 for layout in "${layouts[@]}"; do
@@ -71,15 +52,6 @@ equal shared shared-here $steps
 # Exact versions: a run is repeatable. In flight: no token is older than it may be, and each has its weights' bits.
 async="$apart policy.generation.max_running_samples=4 grpo.async_grpo.lease_timeout_s=3 grpo.async_grpo.enabled=true
   loss_fn.use_importance_sampling_correction=true"
-ages() {  # NAME
-  python3 - "$dir/$1-logs/train.jsonl" "$steps" <<'PY'
-import json, sys
-rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
-ages = [x["train/max_trajectory_age"] for x in rows]
-print(ages, [x["train/logprob_mismatch_tokens"] for x in rows])
-sys.exit(0 if len(rows) == int(sys.argv[2]) and max(ages) <= 1 else 1)
-PY
-}
 pp2="$m.pipeline_model_parallel_size=2"
 check "exact versions, stages" "$TRIREME" launch --nproc-per-node 2 --engines 2 -- $(split_args exact 2 $async $pp2)
 check "again, with one engine" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(split_args again 2 $async $pp2)
@@ -88,10 +60,7 @@ check "exact: ages" ages exact
 check "in flight, stages" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(split_args flight 2 $async $pp2 \
   grpo.async_grpo.in_flight_weight_updates=true)
 check "in flight: ages" ages flight
-check "in flight: equal bits" python3 -c 'import json, sys
-rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
-sys.exit(0 if rows and all(x["train/logprob_mismatch_tokens"] == 0 for x in rows) else 1)' \
-  "$dir/flight-logs/train.jsonl"
+check "in flight: equal bits" no_other_bits flight
 check "in flight, tensor ranks" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(split_args flight-tp 2 $async \
   $m.tensor_model_parallel_size=2 grpo.async_grpo.in_flight_weight_updates=true)
 check "in flight, tensor ranks: ages" ages flight-tp

@@ -7,9 +7,6 @@ cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 apart="policy.generation.colocated.enabled=false"
 quick="grpo.async_grpo.lease_timeout_s=3"  # an engine that says nothing for so long is gone
-equal() {  # NAME OTHER STEP
-  [ "$(weights "$1" "$3")" = "$(weights "$2" "$3")" ] && ok "$1: the weights of $2" || bad "$1: the weights of $2"
-}
 
 # In turn with training.
 "$TRIREME" $(run_args one) >/dev/null 2>&1
@@ -249,8 +246,6 @@ refused "the same, two ranks" "start it with trireme launch --engines" \
   "$TRIREME" launch --nproc-per-node 2 -- $(run_args refused $apart)
 refused "early gradients" "beside generation on the same device" "$TRIREME" $(run_args refused $apart) \
   grpo.early_gradients=true
-refused "engines of several devices" "by engines of several devices" "$TRIREME" $(run_args refused $apart) \
-  policy.generation.tensor_parallel_size=2 cluster.gpus_per_node=2
 refused "a width of experts that ranks share" "from a policy of expert tensor parallel size 2" "$TRIREME" \
   $(run_args refused $apart) policy.megatron_cfg.enabled=true policy.megatron_cfg.expert_tensor_parallel_size=2 \
   cluster.gpus_per_node=2

@@ -50,6 +50,16 @@ make_split_fixture() {
   "$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 4 --heads 4 --kv-heads 4 --head-dim 16 \
     --intermediate 64 >/dev/null
 }
+# A mixture of experts beside it, of as many layers as two stages need.
+make_mixture() {
+  "$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 64 --layers 2 --heads 4 --kv-heads 2 \
+    --head-dim 16 --intermediate 64 --experts 8 --experts-per-token 2 --expert-width 32 >/dev/null
+}
+# split_args NAME RANKS [overrides...]: run_args of the test's $common over so many ranks.
+split_args() {
+  local name=$1 ranks=$2; shift 2
+  run_args "$name" $common cluster.gpus_per_node="$ranks" "$@"
+}
 # run_split NAME RANKS TP PP [overrides...]
 run_split() {
   local name=$1 ranks=$2 tp=$3 pp=$4; shift 4
@@ -79,6 +89,36 @@ weights() {
   [ -f "$dir/$1/step_$2/policy/weights/model.safetensors" ] || { echo "no weights of $1 step $2 ($RANDOM)"; return; }
   sha256sum "$dir/$1/step_$2/policy/weights/model.safetensors" "$dir/$1/step_$2/policy/optimizer/"*.safetensors |
     awk '{print $1}' | sha256sum
+}
+equal() {  # NAME OTHER STEP
+  [ "$(weights "$1" "$3")" = "$(weights "$2" "$3")" ] && ok "$1: the weights of $2" || bad "$1: the weights of $2"
+}
+# near NAME STEPS: log-probs with other bits than the loss's, and near: those of other weights are not.
+near() {
+  python3 - "$dir/$1-logs/train.jsonl" "$2" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+differing = sum(x["train/logprob_mismatch_tokens"] for x in rows)
+worst = max(x["train/token_mult_prob_error"] for x in rows)
+print(f"{len(rows)} steps, {differing} tokens with other bits, error {worst}")
+sys.exit(0 if len(rows) == int(sys.argv[2]) and differing > 0 and worst < 1.001 else 1)
+PY
+}
+# ages NAME: $steps steps, no token older than by one.
+ages() {
+  python3 - "$dir/$1-logs/train.jsonl" "$steps" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+ages = [x["train/max_trajectory_age"] for x in rows]
+print(ages, [x["train/logprob_mismatch_tokens"] for x in rows])
+sys.exit(0 if len(rows) == int(sys.argv[2]) and max(ages) <= 1 else 1)
+PY
+}
+no_other_bits() {
+  python3 -c 'import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+sys.exit(0 if rows and all(x["train/logprob_mismatch_tokens"] == 0 for x in rows) else 1)' \
+    "$dir/$1-logs/train.jsonl"
 }
 # What the log of NAME says: STEPS steps, no token with other bits, gradients that are some.
 sound() {

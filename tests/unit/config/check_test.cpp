@@ -355,8 +355,11 @@ TEST(ConfigCheck, GenerationElsewhere) {
   EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "cluster.device=cpu", "policy.megatron_cfg.enabled=true",
                        "policy.megatron_cfg.expert_tensor_parallel_size=2"}),
               HasSubstr("from a policy of expert tensor parallel size 2 is not supported"));
-  EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "policy.generation.tensor_parallel_size=2"}),
-              HasSubstr("by engines of several devices is not supported"));
+  EXPECT_EQ(refusal({"policy.generation.tensor_parallel_size=3"}), "") << "of any number of ranks that train";
+  EXPECT_EQ(refusal({"policy.generation.tensor_parallel_size=4", "policy.generation.expert_parallel_size=2"}), "");
+  EXPECT_THAT(with({"policy.generation.tensor_parallel_size=4", "policy.generation.expert_parallel_size=3"}),
+              HasSubstr("3 does not divide the 4 tensor ranks of an engine"));
+  EXPECT_THAT(load_error({"policy.generation.expert_parallel_size=2"}), HasSubstr("is for engines"));
   EXPECT_THAT(with({"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
                     "policy.megatron_cfg.pipeline_model_parallel_size=2", "policy.generation.fold_pipeline=true"}),
               HasSubstr("engines have no stages"));

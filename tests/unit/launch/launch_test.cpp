@@ -143,6 +143,29 @@ TEST(Launch, AnEngineThatEndsIsStartedAgainAndTheResultIsTheRanks) {
   EXPECT_EQ(first.substr(first.size() - 2), " \n") << "it is no rank";
 }
 
+// Rank 1 of engine 1 is killed; rank 0 leaves with the code of a lost peer, and both are started again.
+TEST(Launch, TheRanksOfAnEngineAreStartedAndEndTogether) {
+  const TemporaryDirectory dir;
+  const std::string folder = dir.path().string();
+  LaunchOptions options = with_engines(
+      "while [ $(wc -l < " + folder + "/engine-1-0 2>/dev/null || echo 0) -lt 2 ]; do sleep 0.05; done",
+      "echo \"$RANK $WORLD_SIZE $LOCAL_RANK $TRIREME_ENGINE_START\" >> " + folder + "/$TRIREME_ENGINE_NAME-$RANK; " +
+          "[ $TRIREME_ENGINE_NAME = engine-0 ] && exec sleep 600; [ $TRIREME_ENGINE_START = 1 ] && exec sleep 600; " +
+          "[ $RANK = 1 ] && kill -9 $$; until [ -s " + folder + "/engine-1-1 ]; do sleep 0.05; done; exit 20",
+      2);
+  options.engine_ranks = 2;
+  testing::internal::CaptureStderr();
+  const LaunchResult result = launch(options, nullptr);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(read_file(dir.path() / "engine-0-0"), "0 2 1 0\n");
+  EXPECT_EQ(read_file(dir.path() / "engine-0-1"), "1 2 2 0\n");
+  EXPECT_EQ(read_file(dir.path() / "engine-1-0"), "0 2 3 0\n0 2 3 1\n");
+  EXPECT_EQ(read_file(dir.path() / "engine-1-1").substr(0, 8), "1 2 4 0\n");
+  EXPECT_NE(said.find("rank 1 of engine-1 ended with signal 9 (Killed); it is started again"), std::string::npos)
+      << said;
+}
+
 TEST(Launch, EnginesHaveTheDevicesBehindACriticsToo) {
   const TemporaryDirectory dir;
   const std::string file = dir.path().string() + "/engine";

@@ -120,6 +120,51 @@ TEST(WeightSources, PartsOfAllRanksBecomeTheWholeModel) {
   }
 }
 
+TEST(WeightSources, RanksOfAnEngineTakeTheSameVersionInHalves) {
+  TwoRanks ranks;
+  const at::Tensor first = at::zeros_like(whole_model(0)), second = at::zeros_like(whole_model(0));
+  WeightLinkOptions options = ranks.engine();
+  options.engine_ranks = 2;
+  WeightReceiver leader(options, {first, 1});
+  options.engine = 1;
+  WeightReceiver follower(options, {second, 1});
+  for (int64_t rank = 0; rank < 2; ++rank) ranks.publish(rank, 4);
+  ranks[0].serve(0, "engine-0");
+  ranks[0].serve(1, "engine-0.1");
+  ASSERT_EQ(leader.pin("engine-0", received(), -1), 4);
+  ASSERT_EQ(follower.pin("engine-0.1", received({1, 0}), 4), 4);
+  auto written = beside([&] { return ranks[0].retract(); });
+  EXPECT_TRUE(goes_on(written)) << "both keep it";
+  follower.release();
+  EXPECT_TRUE(goes_on(written)) << "the leader keeps it";
+  leader.receive_pinned();
+  written.get();
+  EXPECT_EQ(leader.last().version, 4);
+  // What is there no more nobody keeps; one that comes is the next.
+  EXPECT_EQ(follower.pin("engine-0.1", received({1, 0}), 4), -1);
+  ranks[1].retract();
+  for (int64_t rank = 0; rank < 2; ++rank) ranks.publish(rank, 5);
+  ASSERT_EQ(follower.pin("engine-0.1", received({1, 0}), 5), 5);
+  follower.receive_pinned();
+  leader.apply();
+  follower.apply();
+  EXPECT_TRUE(at::equal(first, whole_model(4)));
+  EXPECT_TRUE(at::equal(second, whole_model(5)));
+  const std::string error = error_of([&] { follower.pin("engine-0.1", {}, 5); });
+  EXPECT_MENTIONS(error, "come from somebody");
+}
+
+TEST(WeightSources, AnEngineOfSeveralRanksIsNamedByBoth) {
+  TwoRanks ranks;
+  const at::Tensor there = at::zeros_like(whole_model(0));
+  WeightLinkOptions options = ranks.engine();
+  options.engine = 3;
+  options.engine_ranks = 2;
+  options.deadline = Milliseconds(500);
+  WeightReceiver receiver(options, {there, 1});
+  EXPECT_MENTIONS(error_of([&] { receiver.pin("engine-1.1", received({0}), -1); }), "to engine 1 rank 1 over");
+}
+
 TEST(WeightSources, ARankThatHasNotComeToTheVersionIsWaitedForAndTheOthersKeepTheirs) {
   TwoRanks ranks;
   const at::Tensor there = at::zeros_like(whole_model(0));
