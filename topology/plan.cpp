@@ -40,16 +40,12 @@ std::vector<std::string> sharding_names() {
 }
 
 int64_t peer_buffer_bytes(const Layout& training, const Layout& generation) {
-  constexpr int64_t kReceive = int64_t{96} << 20;    // of a group (trainer/parallel/cuda/peer_exchange.cpp)
   constexpr int64_t kMailboxes = int64_t{64} << 20;  // of all others, and one that is not used (peer_copies.cpp)
   constexpr int64_t kLines = int64_t{128} << 20;     // in both directions (peer_lines.cpp)
-  int64_t bytes = 0;
-  if (const int64_t tp = training.tp; tp > 1) bytes += kReceive + kMailboxes / (tp - 1) * tp;
-  if (generation.tp > 1 && generation != training) bytes += kReceive;
+  int64_t bytes = planning::receive_buffer_bytes(training);
+  if (const int64_t tp = training.tp; tp > 1) bytes += kMailboxes / (tp - 1) * tp;
+  if (generation.tp > 1 && generation != training) bytes += planning::kReceiveBuffer;
   if (training.pp > 1) bytes += kLines;
-  // Of the same ranks one group has both.
-  if (training.ep * training.etp > 1 && group_of(training, Axis::kEtpEp, 0) != group_of(training, Axis::kTp, 0))
-    bytes += kReceive;
   return bytes;
 }
 
@@ -63,6 +59,14 @@ int64_t PlannedMemory::peak() const {
 }
 
 namespace planning {
+
+int64_t receive_buffer_bytes(const Layout& layout) {
+  int64_t bytes = layout.tp > 1 ? kReceiveBuffer : 0;
+  // Of the same ranks one group has both.
+  if (layout.ep * layout.etp > 1 && group_of(layout, Axis::kEtpEp, 0) != group_of(layout, Axis::kTp, 0))
+    bytes += kReceiveBuffer;
+  return bytes;
+}
 
 std::vector<Range> layers_of(const Case& c, int64_t stage) {
   return stage_pieces(c.shape.layers, c.layout.pp, stage, c.options.stages);

@@ -39,6 +39,7 @@ struct Workload {
   // How steps follow each other (docs/running.md). With an age above 0 they overlap: on the ranks free places take
   // responses of the next steps (carry-over), elsewhere engines generate beside training.
   int64_t engines = 0;          // processes of their own that generate (trireme engine); 0: the ranks do
+  Layout engine = {};           // of each: tensor ranks, one a device of one machine; ep divides them, the rest is 1
   bool engines_near = true;     // on the ranks' node
   int64_t age = 0;              // of a token, in steps, at most
   bool in_flight = false;       // engines take new weights between two decode steps, else with nothing unfinished
@@ -154,20 +155,27 @@ struct PlannedTime {
 };
 inline constexpr int64_t kTailSamples = 16;
 
-// Processes that generate for the ranks, each a whole model on a device, without optimizer.
+// Engines that generate for the ranks, each a whole model on the devices of its own ranks, without optimizer.
 struct EnginesPlan {
   int64_t count = 0;
-  MemoryParts memory;          // of one; `copy`: the second buffer, into which weights come while it decodes
+  Layout layout;               // of each
+  int64_t sources = 1;         // ranks of training that send a part of its weights to each of its ranks, at most
+  MemoryParts memory;          // of a device; `copy`: the second buffer, into which weights come while it decodes
   bool second_buffer = false;  // there is memory for it; else decoding stops for a transfer
   int64_t cache_rows = 0;
   int64_t least_memory = 0;  // of a device
   // Seconds of a step, of the engine with most to do: a rollout by itself, or with free places filled (in flight).
   double prefill = 0, decode = 0, again = 0;
-  double tail = 0;      // of decode: with at most kTailSamples alive
-  double transfer = 0;  // of the weights, to all engines
-  double stall = 0;     // that decoding stops for it
-  double generation() const { return prefill + decode + again + stall; }
+  double tail = 0;       // of decode: with at most kTailSamples alive
+  double exchanges = 0;  // between its ranks, while it decodes
+  double transfer = 0;   // of the weights, to all engines
+  double stall = 0;      // that decoding stops for it
+  double generation() const { return prefill + decode + exchanges + again + stall; }
 };
+
+// Seconds until each of `readers` ranks of engines has `bytes` of weights from ranks that train in this layout: they
+// read from its copies of the weights in turn, and the ranks of a copy send their parts to all of its readers at once.
+double weight_transfer_seconds(const Layout& training, int64_t readers, int64_t bytes, const LinkRates& link);
 
 struct LayoutPlan {
   Layout layout;

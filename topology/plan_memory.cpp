@@ -282,6 +282,18 @@ void plan_memory(const Case& c, const Case& generation, LayoutPlan& plan) {
   add_problem(c, stages, memory, plan);
 }
 
+namespace {
+
+// Besides what ranks map of each other: parts of weights that lie in several places of the own ones go through a chunk
+// of each source's.
+int64_t engine_exchange_bytes(const EnginesPlan& engines) {
+  constexpr int64_t kChunk = int64_t{32} << 20;  // trainer/parallel/weight_protocol.h
+  const bool whole = engines.sources == 1 && engines.layout.world() == 1;
+  return receive_buffer_bytes(engines.layout) + (whole ? 0 : engines.sources * kChunk);
+}
+
+}  // namespace
+
 // It takes the second buffer where there is memory for it, before it knows what is left for the cache.
 void plan_engine_memory(const Case& engine, EnginesPlan& engines, std::vector<std::string>& problems) {
   const int64_t memory = engine.devices.memory() - engine.devices.rates.outside_bytes;
@@ -291,6 +303,7 @@ void plan_engine_memory(const Case& engine, EnginesPlan& engines, std::vector<st
   s.generation.weights = held(engine, 0).params * engine.options.element_bytes;
   const int64_t weights = s.generation.weights;
   add_engine_step(engine, local, s.generation);
+  s.generation.exchange = engine_exchange_bytes(engines);
   const int64_t rest = s.generation.total() - weights + room_for_cache(engine, s.row_bytes);
   engines.second_buffer = 2 * weights <= memory;
   if (engines.second_buffer) s.generation.copy = weights;

@@ -6,6 +6,8 @@
 #include <functional>
 
 #include "base/error.h"
+#include "topology/combine_blocks.h"
+#include "topology/exactness.h"
 #include "topology/plan_decode.h"
 #include "topology/plan_parts.h"
 
@@ -53,6 +55,7 @@ class FilledReplica final {
     return run * steps_.seconds(of_lane, together() / lanes) + steps_.keys_seconds(keys / lanes);
   }
   double exchange_seconds(double run) const { return run * steps_.exchange_seconds(alive() / lanes_of()); }
+  double whole_seconds(double run) const { return seconds(run) + exchange_seconds(run); }
   void advance(double run) {
     now_ += run;
     context_ += alive() * run;
@@ -152,7 +155,7 @@ struct Ways {
 
 struct Overlap {
   double period = 0;  // of a step
-  double decode = 0, again = 0, stall = 0, tail = 0;
+  double decode = 0, exchanges = 0, again = 0, stall = 0, tail = 0;
   double older = 0;
 };
 
@@ -160,9 +163,13 @@ struct Overlap {
 // and by no others, one step after the other, and trained behind that: three rings of what waits for what.
 Overlap run_in_versions(const Case& c, const Ways& ways, const PlannedTime& rollout, double training) {
   const double age = real(c.work.age);
-  Overlap overlap{.decode = rollout.decode, .stall = ways.stall, .tail = rollout.tail, .older = age > 0 ? 1.0 : 0.0};
+  Overlap overlap{.decode = rollout.decode,
+                  .exchanges = rollout.decode_exchanges,
+                  .stall = ways.stall,
+                  .tail = rollout.tail,
+                  .older = age > 0 ? 1.0 : 0.0};
   const double trained = training + overlap.older * ways.previous;
-  const double generated = ways.prefill + rollout.decode + ways.stall;
+  const double generated = ways.prefill + rollout.decode + rollout.decode_exchanges + ways.stall;
   overlap.period = std::max({trained, generated, (trained + ways.arrival + generated) / (age + 1)});
   return overlap;
 }
@@ -191,17 +198,18 @@ Overlap run_in_flight(const Case& engine, const Rollout& rollout, const Ways& wa
       continue;
     }
     double run = replica.steps_to_end();
-    if (!arrivals.empty() && now + replica.seconds(run) > arrivals.front()) {
+    if (!arrivals.empty() && now + replica.whole_seconds(run) > arrivals.front()) {
       double least = 1;  // steps behind which they have come
       for (double most = run; least < most;) {
         const double middle = std::floor((least + most) / 2);
-        now + replica.seconds(middle) >= arrivals.front() ? most = middle : least = middle + 1;
+        now + replica.whole_seconds(middle) >= arrivals.front() ? most = middle : least = middle + 1;
       }
       run = least;
     }
     const double spent = replica.seconds(run);
-    now += spent;
+    now += replica.whole_seconds(run);
     sum.decode += spent;
+    sum.exchanges += replica.exchange_seconds(run);
     if (replica.alive() <= real(kTailSamples)) sum.tail += spent;
     replica.advance(run);
     for (; next <= 2 * rounds && replica.has_all(next); ++next) {
@@ -217,44 +225,70 @@ Overlap run_in_flight(const Case& engine, const Rollout& rollout, const Ways& wa
       arrivals.push_back(trained + ways.arrival);
     }
   }
-  for (double* part : {&sum.period, &sum.decode, &sum.again, &sum.stall, &sum.tail, &sum.older}) *part /= real(rounds);
+  for (double* part : {&sum.period, &sum.decode, &sum.exchanges, &sum.again, &sum.stall, &sum.tail, &sum.older})
+    *part /= real(rounds);
   return sum;
 }
 
-// An engine reads from one copy of the weights, of which each rank sends its part, to all of its engines at once.
-double transfer_seconds(const Case& c, int64_t bytes) {
-  const LinkRates& link = c.work.engines_near ? c.devices.rates.in_node : c.devices.rates.between_nodes;
-  const int64_t sources = group_size(c.layout, Axis::kCopyPp);
-  const int64_t of_copy = up(c.work.engines, c.layout.world() / sources);
-  return link.seconds(real(std::max(bytes, up(of_copy * bytes, sources))));
+// In how many blocks ranks of that training combine experts, which engines do too; 0: there are none.
+int64_t blocks_of(const Case& c) {
+  return c.shape.experts > 0 ? combine_blocks(c.shape.experts, c.options.combine_blocks, c.layout.ep) : 0;
+}
+
+// Why no engine can be so beside that training; nothing where it can.
+std::optional<std::string> engine_problem(const Case& c) {
+  const Layout& engine = c.work.engine;
+  const LayoutReport report = check_layout(engine, {.world = engine.tp, .shape = &c.shape});
+  if (!report.ok()) return report.errors.front();
+  if (const int64_t blocks = blocks_of(c); blocks % engine.ep != 0)
+    return "ep " + std::to_string(engine.ep) + " does not divide the " + std::to_string(blocks) +
+           " blocks that training combines experts in";
+  return std::nullopt;
+}
+
+// Whether all samples have a pass for the log-probs that training gives them, whatever weights drew them.
+bool has_other_bits(const Case& c) {
+  const auto of = [&](const Layout& layout) {
+    return Arithmetic{.tp = layout.tp, .etp = layout.etp, .combine_blocks = blocks_of(c)};
+  };
+  return !exactness(of(c.work.engine), of(c.layout)).equal;
 }
 
 }  // namespace
 
 void plan_engines(const Case& c, bool values_wait, LayoutPlan& plan) {
+  if (const auto problem = engine_problem(c)) {
+    plan.problems.push_back("an engine in " + to_string(c.work.engine) + " cannot be: " + *problem);
+    return;
+  }
   EnginesPlan& engines = plan.engines.emplace();
   engines.count = c.work.engines;
-  const Layout layout{.dp = c.work.engines};
+  engines.layout = c.work.engine;
+  engines.sources = group_size(c.layout, Axis::kCopyPp);
+  Layout layout = c.work.engine;
+  layout.dp = c.work.engines;
   PlanOptions options = c.options;
   options.stages = {};
   options.lanes = 0;
+  options.combine_blocks = blocks_of(c);
   PlanDevices devices = c.devices;
-  devices.of_node = 0;  // engines exchange nothing
+  devices.of_node = 0;  // an engine's ranks are on one, and exchange with nobody else
   const Case engine{c.shape, layout, c.work, options, devices};
   plan_engine_memory(engine, engines, plan.problems);
   plan.least_memory = std::max(plan.least_memory, engines.least_memory);
   PlannedTime rollout;
   const Rollout of_engine = plan_rollout(engine, engines.cache_rows, rollout);
   engines.prefill = rollout.prefill;
-  engines.transfer = transfer_seconds(c, engines.memory.weights);
+  engines.transfer =
+      weight_transfer_seconds(c.layout, c.work.engines * c.work.engine.world(), engines.memory.weights,
+                              c.work.engines_near ? c.devices.rates.in_node : c.devices.rates.between_nodes);
   engines.stall = engines.second_buffer ? 2 * real(engines.memory.weights) / c.devices.rates.copy : engines.transfer;
 
   PlannedTime& time = plan.time;
   const double ranks = real(c.layout.world());
   Ways ways{
       .arrival = engines.second_buffer ? engines.transfer : 0, .stall = engines.stall, .prefill = rollout.prefill};
-  // Sums over tensor ranks have other bits than an engine's: then all samples have a pass, drawn by whatever weights.
-  const bool other_bits = c.layout.tp > 1;
+  const bool other_bits = has_other_bits(c);
   const LogprobPass pass = logprob_pass(c, 1);
   const double previous = pass.working + pass.waiting + pass.exchanges;
   if (c.work.previous_pass && c.work.age > 0 && !other_bits) ways.previous = previous;
@@ -274,6 +308,7 @@ void plan_engines(const Case& c, bool values_wait, LayoutPlan& plan) {
   time.older = overlap.older;
   if (c.work.previous_pass || other_bits) add_previous_pass(c, other_bits ? 1 : overlap.older, time);
   engines.decode = overlap.decode;
+  engines.exchanges = overlap.exchanges;
   engines.again = overlap.again;
   engines.tail = overlap.tail;
   engines.stall = overlap.stall;
@@ -285,3 +320,13 @@ void plan_engines(const Case& c, bool values_wait, LayoutPlan& plan) {
 }
 
 }  // namespace trireme::planning
+
+namespace trireme {
+
+double weight_transfer_seconds(const Layout& training, int64_t readers, int64_t bytes, const LinkRates& link) {
+  const int64_t sources = group_size(training, Axis::kCopyPp);
+  const int64_t of_copy = planning::up(readers, training.world() / sources);
+  return link.seconds(planning::real(std::max(bytes, planning::up(of_copy * bytes, sources))));
+}
+
+}  // namespace trireme

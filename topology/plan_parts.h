@@ -14,6 +14,11 @@ inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline constexpr int64_t kBucketElements = int64_t{1} << 24;  // AdamWOptions::bucket_elements
 
+// What a group's ranks map of each other's memory to exchange rows (trainer/parallel/cuda/peer_exchange.cpp).
+inline constexpr int64_t kReceiveBuffer = int64_t{96} << 20;
+// On a rank, of tensor ranks and of those that share experts.
+int64_t receive_buffer_bytes(const Layout& layout);
+
 // What is planned; all of it outlives the call.
 struct Case {
   const ModelShape& shape;
@@ -85,7 +90,7 @@ struct Rollout;
 Rollout plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time);
 // The same where free places are filled and what is unfinished goes on in the next steps.
 void plan_carry_over(const Case& c, int64_t cache_rows, PlannedTime& time);
-// Memory of an engine, and why it would not fit.
+// Memory of an engine's device, and why it would not fit.
 void plan_engine_memory(const Case& engine, EnginesPlan& engines, std::vector<std::string>& problems);
 // Engines, and what the ranks wait for them and they for the ranks; behind all else of the ranks' time.
 // `values_wait`: values of the critic may be computed in such a wait.

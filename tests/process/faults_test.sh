@@ -74,6 +74,11 @@ refuses 10 "it is one of no_shard, optim, optim_grads, optim_grads_params" "$TRI
 # Ranks that train and engines that generate: of the configuration, of the command, of a job's roles, of all devices.
 refuses 0 "4 ranks that train, 4 engines that generate," "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml
 refuses 0 "memory of an engine, of 2, GiB" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --engines 2
+refuses 0 "4 ranks that train, 2 engines of 2 devices that generate," "$TRIREME" plan \
+  --config configs/ppo_gsm8k_1.5b.yaml policy.generation.tensor_parallel_size=2
+refuses 0 " 3x2 " "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8 policy.generation.tensor_parallel_size=2
+refuses 10 "leaves no device to train on beside 1 engine of 2 devices" "$TRIREME" plan \
+  --config configs/ppo_gsm8k_1.5b.yaml --gpus 2 policy.generation.tensor_parallel_size=2
 refuses 0 "8 ranks that train, 8 engines that generate," "$TRIREME" plan -f examples/dedicated-generation.rljob.yaml
 refuses 0 "1 ranks on each" "$TRIREME" plan -f examples/carry-over.rljob.yaml
 refuses 0 "engines   waiting" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "trainer/algorithms/engine_layout.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/reference_stream.h"
 #include "trainer/rollout/lengths.h"
@@ -48,10 +49,11 @@ void add_way(const Config& config, Workload& work) {
   work.recomputes_keys = async.recompute_kv_cache_after_weight_updates;
   work.previous_pass = work.age > 0 && async.ratio_from == RatioFrom::kTraining && reads_previous_logprobs(config);
   if (!generates_elsewhere(config)) return;
-  const int64_t engines = planned_engines(config);
-  work.engines = engines > 0 ? engines : world_size(config);
+  const int64_t engines = planned_engines(config), devices = engine_ranks(config);
+  work.engine.tp = devices;
+  work.engines = engines > 0 ? engines : std::max<int64_t>(1, world_size(config) / devices);
   work.engines_near =
-      config.cluster.num_nodes == 1 && world_size(config) + work.engines <= config.cluster.gpus_per_node;
+      config.cluster.num_nodes == 1 && world_size(config) + work.engines * devices <= config.cluster.gpus_per_node;
 }
 
 }  // namespace
@@ -59,8 +61,9 @@ void add_way(const Config& config, Workload& work) {
 int64_t planned_engines(const Config& config) {
   if (!generates_elsewhere(config)) return 0;
   const ColocatedResources& resources = config.policy.generation.colocated.resources;
-  if (config.cluster.num_nodes > 1) return resources.num_nodes * config.cluster.processes;
-  return resources.num_nodes == 0 ? resources.gpus_per_node : 0;
+  const int64_t of_node = resources.num_nodes == 0 ? resources.gpus_per_node : 0;
+  const int64_t devices = config.cluster.num_nodes > 1 ? resources.num_nodes * config.cluster.processes : of_node;
+  return devices / engine_ranks(config);
 }
 
 PlanOptions plan_options(const Config& config) {

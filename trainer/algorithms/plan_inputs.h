@@ -16,11 +16,12 @@ struct PlannedLengths {
   int64_t prompt = 0;    // in the mean; 0: 200, or a quarter of the longest sample
   int64_t response = 0;  // in the mean; 0: a quarter of the longest response
 };
-// How many engines generate, by policy.generation.colocated.resources; 0: it does not say, or none do.
+// How many engines generate, by the devices of policy.generation.colocated.resources; 0: it does not say, or none do.
 int64_t planned_engines(const Config& config);
 
-// Of one step; where no number of engines is said, as many as ranks; responses vary as those of bench's synthetic
-// lengths, the longest is as long as it may be.
+// Of one step; where no number of engines is said, as many as the ranks' number of devices makes; engines' experts are
+// not split (Workload::engine); responses vary as those of bench's synthetic lengths, the longest is as long as it may
+// be.
 Workload planned_work(const Config& config, const PlannedLengths& lengths);
 
 // Of the models that a run has beside its policy, by their shapes, whose head is a value head whatever they say. Both

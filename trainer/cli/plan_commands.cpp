@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "topology/combine_blocks.h"
 #include "topology/plan.h"
+#include "trainer/algorithms/engine_layout.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/plan_inputs.h"
 #include "trainer/algorithms/refit.h"
@@ -106,6 +107,16 @@ void place_critic(const PlanArguments& arguments, PlanContext& context) {
   if (!problems.empty()) fail_user(join(problems, "\n"));
 }
 
+// Engines of the pods that generate, none of which has devices in two of them.
+int64_t engines_of_role(const RoleSpec& generation, const Config& config) {
+  const int64_t devices = generates_elsewhere(config) ? engine_ranks(config) : 1;
+  if (processes_per_pod(generation) % devices != 0) {
+    fail_user("policy.generation.tensor_parallel_size " + std::to_string(devices) + " does not divide the " +
+              std::to_string(processes_per_pod(generation)) + " processes of a pod of spec.roles.generation");
+  }
+  return world_size(generation) / devices;
+}
+
 // The configuration of a manifest's actor. What its roles say of ranks and engines becomes the arguments'.
 Config config_of_manifest(PlanArguments& arguments, std::vector<std::string>& warnings) {
   const Manifest manifest = parse_manifest(read_file(arguments.manifest), arguments.manifest);
@@ -122,10 +133,12 @@ Config config_of_manifest(PlanArguments& arguments, std::vector<std::string>& wa
   for (std::string& item : trainer_overrides(job)) overrides.push_back(std::move(item));
   overrides.insert(overrides.end(), arguments.overrides.begin(), arguments.overrides.end());
   const Roles& roles = job.spec.roles;
-  if (roles.generation && arguments.engines == 0) arguments.engines = world_size(*roles.generation);
   if (roles.critic && arguments.critic_ranks == 0) arguments.critic_ranks = world_size(*roles.critic);
-  if (!source.path.empty()) return load_config(source.path, overrides, &warnings, environment_variable);
-  return load_config_text(source.inline_config.dump(), overrides, &warnings, arguments.manifest, environment_variable);
+  Config config = source.path.empty() ? load_config_text(source.inline_config.dump(), overrides, &warnings,
+                                                         arguments.manifest, environment_variable)
+                                      : load_config(source.path, overrides, &warnings, environment_variable);
+  if (roles.generation && arguments.engines == 0) arguments.engines = engines_of_role(*roles.generation, config);
+  return config;
 }
 
 // How many ranks train, how many engines generate, and whether these are on the ranks' node.
@@ -143,15 +156,19 @@ void place_engines(const PlanArguments& arguments, PlanContext& context) {
   }
   context.shares_engines = arguments.gpus > 0;
   if (arguments.gpus > 0) {
-    if (arguments.gpus <= std::max<int64_t>(1, arguments.engines))
-      fail_user("--gpus " + std::to_string(arguments.gpus) + " leaves no device to train on: engines are among them");
-    context.check.world = arguments.gpus - std::max<int64_t>(1, arguments.engines);
+    const int64_t engines = std::max<int64_t>(1, arguments.engines);
+    context.check.world = arguments.gpus - engines * work.engine.world();
+    if (context.check.world < 1) {
+      fail_user("--gpus " + std::to_string(arguments.gpus) + " leaves no device to train on beside " +
+                engines_text(engines, work.engine));
+    }
     work.engines = arguments.engines;
     return;
   }
   if (arguments.engines > 0) work.engines = arguments.engines;
   context.engines_assumed = arguments.engines == 0 && planned_engines(config) == 0;
-  work.engines_near = config.cluster.num_nodes == 1 && context.check.world + work.engines <= context.devices_of_node;
+  work.engines_near = config.cluster.num_nodes == 1 &&
+                      context.check.world + work.engines * work.engine.world() <= context.devices_of_node;
 }
 
 PlanContext plan_context(PlanArguments arguments, std::vector<std::string>& warnings) {
@@ -221,13 +238,21 @@ std::vector<Layout> layouts_of(const PlanContext& context, bool named) {
   return layouts;
 }
 
+LayoutPlan plan_of(const PlanContext& context, const Layout& layout) {
+  Workload work = context.work;
+  if (work.engines > 0) work.engine = engine_layout(context.config, context.shape, layout);
+  return plan_layout(context.shape, layout, work, context.options, context.devices, context.beside);
+}
+
 // All ways to deal the devices to ranks and engines, of so many engines where they are named.
 std::vector<LayoutPlan> plans_with_engines(const PlanContext& context, bool named) {
   std::vector<LayoutPlan> plans;
-  const int64_t asked = context.work.engines, gpus = context.check.world + std::max<int64_t>(1, asked);
-  for (int64_t engines = std::max<int64_t>(1, asked); engines < (asked > 0 ? asked + 1 : gpus); ++engines) {
+  const int64_t asked = context.work.engines, least = std::max<int64_t>(1, asked);
+  const int64_t devices = context.work.engine.world(), gpus = context.check.world + least * devices;
+  const int64_t most = asked > 0 ? asked : (gpus - 1) / devices;
+  for (int64_t engines = least; engines <= most; ++engines) {
     PlanContext dealt = context;
-    dealt.check.world = gpus - engines;
+    dealt.check.world = gpus - engines * devices;
     dealt.check.gpus_per_node = dealt.devices.of_node = std::min(context.devices_of_node, dealt.check.world);
     dealt.work.engines = engines;
     dealt.work.engines_near = gpus <= context.devices_of_node;
@@ -236,7 +261,7 @@ std::vector<LayoutPlan> plans_with_engines(const PlanContext& context, bool name
         const auto dp = derive_dp(context.beside.critic->layout, dealt.check.world);
         if (dp && !critic_problems(context.config, *dp).empty()) continue;
       }
-      plans.push_back(plan_layout(dealt.shape, layout, dealt.work, dealt.options, dealt.devices, dealt.beside));
+      plans.push_back(plan_of(dealt, layout));
     }
   }
   rank_plans(plans);
@@ -245,8 +270,10 @@ std::vector<LayoutPlan> plans_with_engines(const PlanContext& context, bool name
 
 std::vector<LayoutPlan> legal_plans(const PlanContext& context, bool named) {
   if (context.shares_engines) return plans_with_engines(context, named);
-  return rank_layouts(context.shape, layouts_of(context, named), context.work, context.options, context.devices,
-                      context.beside);
+  std::vector<LayoutPlan> plans;
+  for (const Layout& layout : layouts_of(context, named)) plans.push_back(plan_of(context, layout));
+  rank_plans(plans);
+  return plans;
 }
 
 std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
@@ -281,7 +308,8 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
     const std::string ranks = context.work.engines == 0
                                   ? std::to_string(config.cluster.processes) + " ranks on each"
                                   : std::to_string(context.check.world) + " ranks that train, " +
-                                        std::to_string(context.work.engines) + " engines that generate" +
+                                        engines_text(context.work.engines, context.work.engine) +
+                                        (context.work.engines == 1 ? " that generates" : " that generate") +
                                         (context.engines_assumed ? " (assumed: --engines)" : "");
     print_line(std::cout, "devices",
                std::to_string(config.cluster.num_nodes) + " nodes of " + std::to_string(config.cluster.gpus_per_node) +
@@ -409,8 +437,7 @@ int plan_verb(const PlanArguments& arguments) {
   for (const std::string& error : report.errors) print_line(std::cout, "  impossible", error);
   for (const std::string& warning : report.warnings) print_line(std::cout, "  slow", warning);
   if (!report.ok()) return 1;
-  const LayoutPlan plan =
-      plan_layout(context.shape, layout, context.work, context.options, context.devices, context.beside);
+  const LayoutPlan plan = plan_of(context, layout);
   print_plan(std::cout, plan, context.shape, context.work, context.options, context.devices);
   const bool critic_fits = print_critic(context);
   for (const std::string& warning : warnings) print_line(std::cout, "warning", warning);

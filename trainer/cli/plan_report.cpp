@@ -112,7 +112,10 @@ std::string cache_text(int64_t rows, const Workload& work) {
 void print_engines(std::ostream& out, const EnginesPlan& engines, double step, const Workload& work,
                    const PlanDevices& devices) {
   const MemoryParts& memory = engines.memory;
-  out << "memory of an engine, of " << engines.count << ", GiB\n";
+  if (engines.layout.world() == 1)
+    out << "memory of an engine, of " << engines.count << ", GiB\n";
+  else
+    out << "memory of an engine's device, of " << engines_text(engines.count, engines.layout) << ", GiB\n";
   const auto row = [&](const std::string& what, int64_t bytes, const std::string& note = "") {
     if (bytes > 0) out << memory_row(what, "", gib(bytes), note);
   };
@@ -120,6 +123,7 @@ void print_engines(std::ostream& out, const EnginesPlan& engines, double step, c
   row("second buffer", memory.copy, "new weights, while it decodes");
   row("activations", memory.activations);
   row("logits", memory.logits);
+  row("exchange buffers", memory.exchange);
   row("cache", memory.cache);
   row("in all", memory.total(), gib(devices.rates.outside_bytes) + " besides, of " + gib(devices.memory()));
   if (!engines.second_buffer) print_line(out, "  second buffer", "no memory for it: decoding stops for a transfer");
@@ -130,10 +134,13 @@ void print_engines(std::ostream& out, const EnginesPlan& engines, double step, c
   };
   add("prefill", engines.prefill);
   add("decode", engines.decode, tail_text(engines.tail));
+  add("exchanges while decoding", engines.exchanges);
   add("keys computed again", engines.again, ", of responses that go on with new weights");
   add("new weights", engines.stall, ", that decoding stops for them");
   print_line(out, "weights to engines",
-             time_text(engines.transfer) + " for " + gib(memory.weights) + " GiB each, " +
+             time_text(engines.transfer) + " for " + gib(memory.weights) + " GiB " +
+                 (engines.layout.world() > 1 ? "a device" : "each") +
+                 (engines.sources > 1 ? " from " + std::to_string(engines.sources) + " ranks" : "") + ", " +
                  (work.engines_near ? "within the node" : "between nodes") + ", a rate nobody measured for them");
   const double waits = std::max(0.0, step - engines.generation());
   print_line(out, "generation and training",
@@ -148,6 +155,11 @@ void print_line(std::ostream& out, const std::string& what, const std::string& v
   char text[64];
   std::snprintf(text, sizeof text, "%-34s ", what.c_str());
   out << text << value << "\n";
+}
+
+std::string engines_text(int64_t engines, const Layout& engine) {
+  const int64_t devices = engine.world();
+  return counted(engines, "engine") + (devices > 1 ? " of " + counted(devices, "device") : "");
 }
 
 void print_plan(std::ostream& out, const LayoutPlan& plan, const ModelShape& shape, const Workload& work,
@@ -170,13 +182,19 @@ void print_plan(std::ostream& out, const LayoutPlan& plan, const ModelShape& sha
 
 namespace {
 
+std::string beside_text(const LayoutPlan& plan) {
+  return plan.engines ? " with " + engines_text(plan.engines->count, plan.engines->layout) : "";
+}
+
+// "3", or "3x2" of two devices each.
+std::string engines_column(const EnginesPlan& engines) {
+  const int64_t devices = engines.layout.world();
+  return std::to_string(engines.count) + (devices > 1 ? "x" + std::to_string(devices) : "");
+}
+
 std::string refusal(const LayoutPlan& plan, const PlanDevices& devices) {
   const bool memory = plan.least_memory > devices.memory();
   return memory ? "wants " + gib(plan.least_memory) + " GiB at the least" : join(plan.problems, "; ");
-}
-
-std::string engines_text(const LayoutPlan& plan) {
-  return plan.engines ? " with " + counted(plan.engines->count, "engine") : "";
 }
 
 }  // namespace
@@ -197,8 +215,7 @@ void print_plans(std::ostream& out, const std::vector<RankedPlan>& plans, const 
     const PlannedTime& t = plan.time;
     char beside[64] = "";
     if (plan.engines)
-      std::snprintf(beside, sizeof beside, "%7lld %9.2f ", static_cast<long long>(plan.engines->count),
-                    t.idle + t.weight_sync);
+      std::snprintf(beside, sizeof beside, "%7s %9.2f ", engines_column(*plan.engines).c_str(), t.idle + t.weight_sync);
     const double generation = plan.engines ? plan.engines->generation() : t.prefill + t.decode + t.again;
     const int64_t cache = plan.engines ? plan.engines->cache_rows : plan.memory.cache_rows;
     std::snprintf(text, sizeof text, "%-38s %s%9.2f %9.2f %9.2f %9.2f %9.2f %8.2f %8.1f %9lld %s\n",
@@ -211,7 +228,7 @@ void print_plans(std::ostream& out, const std::vector<RankedPlan>& plans, const 
   if (refused == 0) return;
   out << "refused: " << refused << " of " << plans.size() << "\n";
   for (size_t i = plans.size() - refused; i < std::min(plans.size(), plans.size() - refused + kRefusedShown); ++i)
-    print_line(out, "  " + to_string(plans[i].plan.layout) + engines_text(plans[i].plan),
+    print_line(out, "  " + to_string(plans[i].plan.layout) + beside_text(plans[i].plan),
                refusal(plans[i].plan, devices));
   if (refused > kRefusedShown) out << "  and " << refused - kRefusedShown << " that want as much memory or more\n";
 }

@@ -12,6 +12,9 @@ namespace trireme {
 // "weights of a rank                  7.5 GiB, bfloat16"
 void print_line(std::ostream& out, const std::string& what, const std::string& value);
 
+// "2 engines", and where each has several devices "2 engines of 4 devices".
+std::string engines_text(int64_t engines, const Layout& engine);
+
 // One plan in full: memory of both phases by kind, the parts of the time.
 void print_plan(std::ostream& out, const LayoutPlan& plan, const ModelShape& shape, const Workload& work,
                 const PlanOptions& options, const PlanDevices& devices);

@@ -75,6 +75,32 @@ TEST(PlanReport, EnginesHaveTheirMemoryAndTheirTime) {
   EXPECT_THAT(out.str(), HasSubstr("tp=1,cp=1,ep=1,dp=2,pp=1,etp=1               3 "));
 }
 
+TEST(PlanReport, EnginesOfSeveralDevicesAreCountedAsEngines) {
+  const ModelShape shape = *known_model_shape("llama-3.1-8b");
+  const PlanDevices devices{.rates = *device_rates("h200")};
+  Workload work = work_of_a_step();
+  work.engines = 2;
+  work.engine = {.tp = 4};
+  const LayoutPlan plan = plan_layout(shape, {.tp = 2, .dp = 4}, work, {}, devices);
+  std::ostringstream out;
+  print_plan(out, plan, shape, work, {}, devices);
+  EXPECT_THAT(out.str(), HasSubstr("\n  previous log-probs  "));
+  const size_t engines = out.str().find("memory of an engine's device, of 2 engines of 4 devices, GiB\n");
+  ASSERT_NE(engines, std::string::npos) << out.str();
+  for (const char* line : {"\n  exchange buffers  ", "\n  exchanges while decoding  ",
+                           " for 3.7 GiB a device from 2 ranks, within the node"})
+    EXPECT_THAT(out.str().substr(engines), HasSubstr(line));
+  std::ostringstream table;
+  print_plans(table, {{plan, true}}, devices);
+  EXPECT_THAT(table.str(), HasSubstr("tp=2,cp=1,ep=1,dp=4,pp=1,etp=1             2x4 "));
+  work.engine = {.tp = 3};
+  std::ostringstream refused;
+  print_plans(refused, {{plan_layout(shape, {.dp = 8}, work, {}, devices), true}}, devices);
+  EXPECT_THAT(refused.str(), HasSubstr("an engine in tp=3,cp=1,ep=1,dp=1,pp=1,etp=1 cannot be: tp 3 does not divide"));
+  EXPECT_EQ(engines_text(1, {}), "1 engine");
+  EXPECT_EQ(engines_text(3, {}), "3 engines");
+}
+
 TEST(PlanReport, ListsWhatFitsAndWhatTheOthersWant) {
   const ModelShape shape = *known_model_shape("llama-3.1-70b");
   const PlanDevices devices{.rates = *device_rates("h100")};

@@ -17,6 +17,9 @@ using test::small_work;
 // norm.
 constexpr int64_t kProducts = 256 * 512 + 256 * 256 + 3 * 256 * 512;
 constexpr int64_t kModel = 8 * (kProducts + 2 * 256) + 2 * 1000 * 256 + 256;
+// Of two tensor ranks each: products and tables in halves, the latter of 1,008 rows, so that 16 divide them; norms
+// whole.
+constexpr int64_t kHalf = 8 * (kProducts / 2 + 2 * 256) + 2 * 504 * 256 + 256;
 
 // A response of four tokens and one of two, for one prompt of a token.
 Workload two_responses() {
@@ -162,6 +165,125 @@ TEST(PlanEngines, OfTensorRanksAllSamplesHaveAPass) {
   EXPECT_NEAR(split.previous, split.reference, 1e-12);  // the same pass, by another model
   EXPECT_GT(split.previous, 0);
   EXPECT_EQ(split.older, 0);
+}
+
+// Of engines of two ranks, that exchange nothing but by messages of 10 ms.
+LayoutPlan plan_of_pairs(Workload work, PlanDevices devices, const Layout& layout = {},
+                         const PlanOptions& options = {}) {
+  work.engine = {.tp = 2};
+  devices.rates.decode_in_node = {.latency_s = 0.01, .first_bytes = 0, .first_rate = 1e30, .further_rate = 1e30};
+  return plan_layout(shape_of_eight_layers(), layout, work, options, devices);
+}
+
+// A decode step has 17 sums (behind attention and MLP of each layer and behind the embedding), the logits of a rank's
+// rows and what was drawn of them: 19 messages beside its second.
+TEST(PlanEngines, RanksOfAnEngineExchangeWhileTheyDecode) {
+  Workload work = two_responses();
+  work.engines = 1;
+  const LayoutPlan plan = plan_of_pairs(work, one_second_a_step(0.1 / kModel, 0));
+  ASSERT_TRUE(plan.fits());
+  EXPECT_EQ(plan.engines->count, 1);
+  EXPECT_EQ(plan.engines->layout.world(), 2);
+  EXPECT_NEAR(plan.engines->decode, 4, 1e-9);
+  EXPECT_NEAR(plan.engines->exchanges, 4 * 0.19, 1e-9);
+  // New weights stop it for a copy of its half: it reads and writes two bytes of each.
+  const double copied = 4.0 * kHalf * 0.1 / kModel;
+  EXPECT_NEAR(plan.engines->stall, copied, 1e-9);
+  EXPECT_NEAR(plan.engines->generation(), 4.76 + copied, 1e-9);
+  EXPECT_NEAR(plan.time.idle, 4.76 + copied, 1e-9);
+  EXPECT_NEAR(plan.time.step(), 3.4 + 4.76 + copied, 1e-9);
+  EXPECT_EQ(plan.time.decode_exchanges, 0);  // of the ranks that train
+  // Engines have no part in each other's steps.
+  work.engines = 2;
+  work.outputs = {2, 2};
+  EXPECT_NEAR(plan_of_pairs(work, one_second_a_step()).engines->exchanges, 2 * 0.19, 1e-9);
+}
+
+// Four and two decode steps by turns, as with carry-over: three in the mean, with their messages.
+TEST(PlanEngines, InFlightExchangesAreInTheClockToo) {
+  Workload work = two_responses();
+  work.engines = 1;
+  work.age = 1;
+  work.in_flight = true;
+  const LayoutPlan plan = plan_of_pairs(work, one_second_a_step());
+  EXPECT_NEAR(plan.engines->decode, 3, 1e-9);
+  EXPECT_NEAR(plan.engines->exchanges, 3 * 0.19, 1e-9);
+  EXPECT_NEAR(plan.time.step(), 3 * 1.19, 1e-9);
+  work.in_flight = false;
+  EXPECT_NEAR(plan_of_pairs(work, one_second_a_step()).time.step(), 4 * 1.19, 1e-9);
+}
+
+// Each rank of an engine gets its half, by itself.
+TEST(PlanEngines, EveryRankOfAnEngineReadsItsPart) {
+  Workload work = two_responses();
+  const auto transfer = [&](int64_t engines, const Layout& layout) {
+    work.engines = engines;
+    return plan_of_pairs(work, one_second_a_step(0, 1), layout).engines->transfer * kModel / kHalf;
+  };
+  EXPECT_NEAR(transfer(1, {}), 2, 1e-9);                  // one rank sends both halves
+  EXPECT_NEAR(transfer(1, {.dp = 2}), 1, 1e-9);           // each its half
+  EXPECT_NEAR(transfer(2, {.dp = 2}), 2, 1e-9);           // and two of them
+  EXPECT_NEAR(transfer(1, {.tp = 2}), 1, 1e-9);           // in the same halves
+  EXPECT_NEAR(transfer(3, {.tp = 2}), 3, 1e-9);           // of three engines
+  EXPECT_NEAR(transfer(1, {.tp = 4}), 1, 1e-9);           // a quarter from each of two
+  EXPECT_NEAR(transfer(4, {.tp = 2, .pp = 2}), 2, 1e-9);  // eight halves from four ranks
+  EXPECT_NEAR(transfer(2, {.tp = 2, .dp = 2}), 1, 1e-9);  // an engine to each copy
+  EXPECT_EQ(plan_of_pairs(work, one_second_a_step(), {.tp = 2, .dp = 2, .pp = 2}).engines->sources, 4);
+}
+
+TEST(PlanEngines, WithAsManyTensorRanksAsTrainingNothingIsComputedAgain) {
+  Workload work = small_work();
+  work.engines = 1;
+  const auto time_of = [&](const Layout& layout) { return plan_of_pairs(work, devices_of(80 * kGiB), layout).time; };
+  EXPECT_EQ(time_of({.tp = 2}).previous, 0);
+  EXPECT_EQ(time_of({.tp = 2, .dp = 2, .pp = 2}).previous, 0);
+  for (const Layout& other : {Layout{}, Layout{.tp = 4}, Layout{.pp = 2}}) {
+    const PlannedTime time = time_of(other);
+    EXPECT_GT(time.previous, 0) << to_string(other);
+    EXPECT_NEAR(time.previous, time.reference, 1e-12);
+  }
+}
+
+TEST(PlanEngines, ADeviceOfAnEngineHasItsPartTwice) {
+  Workload work = small_work();
+  work.engines = 3;
+  PlanOptions options;
+  options.cache_rows = 5000;
+  const LayoutPlan plan = plan_of_pairs(work, devices_of(80 * kGiB), {.dp = 3}, options);
+  const MemoryParts& memory = plan.engines->memory;
+  EXPECT_EQ(memory.weights, 2 * kHalf);
+  EXPECT_EQ(memory.copy, 2 * kHalf);
+  EXPECT_EQ(memory.cache, 5000 * 8 * 2 * 64 * 2);  // keys and values of half of the heads
+  // What the two map of each other's memory, and a chunk of weights on their way from the one rank that sends them.
+  EXPECT_EQ(memory.exchange, (int64_t{96} << 20) + (int64_t{32} << 20));
+  EXPECT_EQ(plan_of_pairs(work, devices_of(80 * kGiB), {.tp = 2, .dp = 2, .pp = 2}, options).engines->memory.exchange,
+            (int64_t{96} << 20) + 4 * (int64_t{32} << 20));
+}
+
+// Router, attention and norms are whole or in halves; experts are whole on each rank, or half of them each.
+TEST(PlanEngines, ExpertsAreSplitByTheirOwnNumberOfRanks) {
+  Workload work = small_work();
+  work.engines = 1;
+  const auto plan = [&](const Layout& engine, const Layout& training = {}, int64_t blocks = 0) {
+    work.engine = engine;
+    PlanOptions options;
+    options.combine_blocks = blocks;
+    return plan_layout(test::mixture_of_four_layers(), training, work, options, devices_of(80 * kGiB));
+  };
+  constexpr int64_t kExpert = 3 * 256 * 64;
+  constexpr int64_t kRest = 4 * ((256 * 512 + 256 * 256) / 2 + 16 * 256 + 2 * 256) + 2 * 504 * 256 + 256;
+  EXPECT_EQ(plan({.tp = 2}).engines->memory.weights, 2 * (kRest + 4 * 16 * kExpert));
+  const LayoutPlan split = plan({.tp = 2, .ep = 2});
+  EXPECT_EQ(split.engines->memory.weights, 2 * (kRest + 4 * 8 * kExpert));
+  EXPECT_GT(split.engines->exchanges, plan({.tp = 2}).engines->exchanges);  // rows go to them and back
+  // Blocks are training's: with as many tensor ranks no bit differs.
+  EXPECT_EQ(plan({.tp = 2, .ep = 2}, {.tp = 2, .ep = 16, .dp = 8}).time.previous, 0);
+  EXPECT_TRUE(plan({.tp = 2, .ep = 2}, {}, 2).fits());
+  for (const LayoutPlan& refused : {plan({.tp = 2, .ep = 2}, {}, 1), plan({.tp = 3}), plan({.tp = 2, .ep = 4})}) {
+    ASSERT_EQ(refused.problems.size(), 1U);
+    EXPECT_EQ(refused.problems.front().find("an engine in tp="), 0U) << refused.problems.front();
+    EXPECT_FALSE(refused.engines);
+  }
 }
 
 TEST(PlanEngines, WithExactVersionsTheLongerOfBothCounts) {
