@@ -75,6 +75,11 @@ check "the rest of them" run shared-again 2 1 1 $size=2 $strategy=optim_grads_pa
   >"$dir/out" 2>&1 && python3 -c 'import json, sys; r = json.load(open(sys.argv[1]))
 sys.exit(0 if r["same_bits"] and r["ranks"] == 3 and r["transfer_seconds"] > 0 else 1)' "$dir/refit.json" &&
   ok "one process's weights in two others, bit for bit" || bad "bench refit" "$(tail -3 "$dir/out")"
+"$TRIREME" launch --nproc-per-node 4 -- bench refit --tp 2 --engine-tp 2 --engine-ep 2 --shape tiny-moe --device cpu \
+  --repeats 2 --json "$dir/refit.json" >"$dir/out" 2>&1 &&
+  python3 -c 'import json, sys; r = json.load(open(sys.argv[1]))
+sys.exit(0 if r["same_bits"] and (r["actors"], r["engines"]) == (2, 1) else 1)' "$dir/refit.json" &&
+  ok "two processes' halves in those of an engine, bit for bit" || bad "bench refit in halves" "$(tail -3 "$dir/out")"
 
 refused() {
   local name=$1 words=$2; shift 2

@@ -273,9 +273,18 @@ void add_exchange(CLI::App& bench, CommandContext& context) {
 
 void add_refit(CLI::App& bench, CommandContext& context) {
   auto o = std::make_shared<bench::RefitBenchOptions>();
-  CLI::App* verb =
-      bench.add_subcommand("refit", "weight transfer to engines in other processes; rank 0 sends; under launch");
+  CLI::App* verb = bench.add_subcommand(
+      "refit", "weight transfer to engines in other processes, in a layout of each side; under launch");
   add_common(verb, o->common, context);
+  const auto size = [&](const char* option, int64_t& value, const char* meaning) {
+    verb->add_option(option, value, meaning)->check(CLI::PositiveNumber);
+  };
+  size("--actors", o->actors, "how many ranks train, the first ones (default: as few as hold the weights)");
+  size("--tp", o->training.tp, "tensor parallel size of training");
+  size("--pp", o->training.pp, "pipeline stages of training");
+  size("--ep", o->training.ep, "expert parallel size of training");
+  size("--engine-tp", o->engine.tp, "ranks of an engine, which share its tensors");
+  size("--engine-ep", o->engine.ep, "of these, that share its experts (default: each has all)");
   verb->add_flag("!--no-second-buffer", o->second_buffer,
                  "engines receive into the weights they use, with decoding stopped");
   auto timeout_s = add_timeout(verb);
