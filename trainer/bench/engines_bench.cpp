@@ -12,8 +12,10 @@
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/text.h"
+#include "trainer/algorithms/engine_layout.h"
 #include "trainer/algorithms/engine_process.h"
 #include "trainer/algorithms/grpo.h"
+#include "trainer/parallel/device.h"
 #include "trainer/telemetry/phases.h"
 #include "trainer/tokenizer/tokenizer.h"
 
@@ -70,14 +72,14 @@ class SharedFolder final {
   const std::filesystem::path path_;
 };
 
+int64_t processes_of_engines(const StepBenchOptions& options) { return options.engines * options.engine_tp; }
+
 void check_options(const StepBenchOptions& options, int world) {
-  if (options.engines >= world) {
-    fail_user("--engines " + std::to_string(options.engines) +
+  if (processes_of_engines(options) >= world) {
+    fail_user("--engines " + std::to_string(options.engines) + " of --engine-tp " + std::to_string(options.engine_tp) +
               " needs as many processes and one that trains: trireme launch --nproc-per-node N -- bench step "
-              "--engines M, of which the last M generate");
+              "--engines M --engine-tp T, of which the last M x T generate");
   }
-  if (options.common.devices_of_replica() > 1 || options.common.ep > 1)
-    fail_user("--engines needs a model that is not split: --tp, --cp, --pp and --ep 1");
   if (options.gradient_dtype != "float32") fail_user("--gradient-dtype is float32 with --engines");
   if (options.early_gradients) fail_user("--early-gradients is for generation on the same device, without --engines");
 }
@@ -91,6 +93,9 @@ Config engines_config(const StepBenchOptions& options, const Target& target, con
   policy.random_weights = true;
   policy.generation.forced_lengths = (dir / "lengths.json").string();
   policy.generation.colocated.enabled = false;
+  policy.generation.tensor_parallel_size = options.engine_tp;
+  for (MegatronConfig* megatron : {&policy.megatron_cfg, &config.value.megatron_cfg})
+    megatron->distributed_data_parallel_config.grad_reduce_in_fp32 = true;  // as without it
   policy.generation.kv_cache_tokens =
       options.generation.cache_rows > 0
           ? options.generation.cache_rows
@@ -161,9 +166,12 @@ nlohmann::json report_of(const StepBenchOptions& options, const Target& target, 
   nlohmann::json critic = below(typical, "critic/");
   critic.update(below(typical, "timing/train/value_"));
   const auto samples = static_cast<double>(lengths.samples());
+  const Layout engine = engine_layout(config, target.config.shape(), options.common.layout(actors));
   nlohmann::json json = report_header("step", options.common, target);
   json.update({{"ranks", actors},
                {"engines", options.engines},
+               {"engine_tp", engine.tp},
+               {"engine_ep", engine.ep},
                {"lengths", lengths.name},
                {"samples", lengths.samples()},
                {"answer_tokens", lengths.output_tokens()},
@@ -185,7 +193,8 @@ nlohmann::json report_of(const StepBenchOptions& options, const Target& target, 
                {"weight_transfer_seconds", typical.at("performance/weight_transfer_seconds")},
                {"weight_stall_seconds", typical.at("performance/weight_stall_seconds")},
                {"samples_per_second", samples / middle},
-               {"samples_per_second_per_device", samples / middle / static_cast<double>(actors + options.engines)},
+               {"samples_per_second_per_device",
+                samples / middle / static_cast<double>(actors + processes_of_engines(options))},
                {"mismatched_tokens", mismatched},
                {"compared_tokens", compared}});
   return json;
@@ -194,8 +203,10 @@ nlohmann::json report_of(const StepBenchOptions& options, const Target& target, 
 void print(const nlohmann::json& json, std::ostream& out) {
   const auto number = [&json](const char* key) { return json.at(key).get<double>(); };
   const auto seconds = [](const nlohmann::json& value) { return format_fixed(value.get<double>(), 3); };
+  const auto engine_tp = json.at("engine_tp").get<int64_t>();
   Table table({"step " + json.at("shape").get<std::string>() + ", " + std::to_string(json.at("ranks").get<int64_t>()) +
-                   " ranks, " + std::to_string(json.at("engines").get<int64_t>()) + " engines",
+                   " ranks, " + std::to_string(json.at("engines").get<int64_t>()) + " engines" +
+                   (engine_tp > 1 ? " of " + std::to_string(engine_tp) : ""),
                "seconds"});
   const std::string repeats = std::to_string(json.at("seconds_of_repeats").size());
   for (const Phase phase : all_phases())
@@ -225,16 +236,20 @@ void print(const nlohmann::json& json, std::ostream& out) {
 nlohmann::json bench_step_with_engines(const StepBenchOptions& options, const RendezvousOptions& rendezvous,
                                        std::ostream& out) {
   check_options(options, rendezvous.world_size);
+  const int actors = rendezvous.world_size - static_cast<int>(processes_of_engines(options));
+  const Layout training = options.common.layout(actors);
+  prepare_devices({rendezvous.rank < actors ? training : Layout{.tp = options.engine_tp}});
   const Target target = resolve(options.common);
   const RolloutLengths lengths = step_lengths(options);
-  const int actors = rendezvous.world_size - static_cast<int>(options.engines);
   const SharedFolder folder(rendezvous);
   const Config config = engines_config(options, target, lengths, actors, folder.path());
   if (rendezvous.rank == 0) folder.write(target, lengths);
   folder.wait(rendezvous.timeout);
   if (rendezvous.rank >= actors) {
+    const int64_t number = rendezvous.rank - actors;
     EngineProcessOptions engine;
-    engine.name = "engine-" + std::to_string(rendezvous.rank - actors);
+    engine.name = "engine-" + std::to_string(number / options.engine_tp);
+    engine.rank = static_cast<int>(number % options.engine_tp);
     engine.rendezvous = rendezvous;
     run_engine(config, engine);
     return {};
@@ -242,7 +257,7 @@ nlohmann::json bench_step_with_engines(const StepBenchOptions& options, const Re
   TrainOptions train;
   train.rendezvous = rendezvous;
   train.rendezvous.world_size = actors;
-  train.layout.dp = actors;
+  train.layout = training;
   train.reporting.terminal = false;
   run_grpo(config, train);
   if (rendezvous.rank != 0) return {};

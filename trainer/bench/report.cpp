@@ -30,6 +30,14 @@ ModelOptions Target::model_options(bool trainable, ParallelContext& context) con
   return options;
 }
 
+Layout CommonOptions::layout(int64_t ranks) const {
+  if (ranks % devices_of_replica() != 0) {
+    fail_user("--tp " + std::to_string(tp) + " times --cp " + std::to_string(cp) + " times --pp " + std::to_string(pp) +
+              " does not divide the " + std::to_string(ranks) + " ranks");
+  }
+  return {.tp = tp, .cp = cp, .ep = ep, .dp = ranks / devices_of_replica(), .pp = pp};
+}
+
 Target resolve(const CommonOptions& options) {
   if (options.repeats < 1) fail_user("--repeats must be at least 1");
   Target target;

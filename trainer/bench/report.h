@@ -30,6 +30,7 @@ struct CommonOptions {
   int64_t ep = 1;  // ranks that share a layer's experts
   StageOptions stages;
   int64_t devices_of_replica() const { return tp * cp * pp; }
+  Layout layout(int64_t ranks) const;  // of so many; throws Error(kUser) where they are no replicas
 };
 
 // The options resolved.

@@ -31,7 +31,8 @@ struct StepBenchOptions {
   int64_t carry_over = 0;               // grpo.async_grpo with this age; 0: off
   bool keep_cache = false;              // then: recompute_kv_cache_after_weight_updates false
   std::string ratio_from = "training";  // then: ratio_from
-  int64_t engines = 0;                  // processes that generate (engines_bench.h); 0: it is generated here
+  int64_t engines = 0;                  // that generate (engines_bench.h); 0: it is generated here
+  int64_t engine_tp = 1;                // processes of each
   double collective_timeout_s = 600;
   std::function<void(const std::string&)> on_stuck;  // ends the process (ReferenceStream)
 };

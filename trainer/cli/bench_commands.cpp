@@ -82,16 +82,7 @@ template <typename Fn>
 int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
   set_up(common, /*collective=*/true);
   const RendezvousOptions rendezvous = rendezvous_from_environment(timeout_s);
-  Layout layout;
-  layout.tp = common.tp;
-  layout.cp = common.cp;
-  layout.pp = common.pp;
-  layout.ep = common.ep;
-  if (rendezvous.world_size % common.devices_of_replica() != 0) {
-    fail_user("--tp " + std::to_string(layout.tp) + " times --cp " + std::to_string(layout.cp) + " times --pp " +
-              std::to_string(layout.pp) + " does not divide the " + std::to_string(rendezvous.world_size) + " ranks");
-  }
-  layout.dp = rendezvous.world_size / common.devices_of_replica();
+  const Layout layout = common.layout(rendezvous.world_size);
   prepare_devices({layout});
   choose_device(common.device, common.local_rank);  // what it lacks is said before the ranks meet
   ParallelContext context(layout, rendezvous);
@@ -208,9 +199,14 @@ void add_step(CLI::App& bench, CommandContext& context) {
   verb->add_option("--ratio-from", o->ratio_from, "with --carry-over: grpo.async_grpo.ratio_from")
       ->check(CLI::IsMember({"training", "generation"}))
       ->needs(carry);
-  verb->add_option("--engines", o->engines,
-                   "under launch: the last N processes generate, synchronously, or in flight with --carry-over")
-      ->check(CLI::Range(int64_t{0}, int64_t{1024}));
+  auto* engines =
+      verb->add_option("--engines", o->engines,
+                       "under launch: the last processes are N engines, which generate synchronously, or in flight "
+                       "with --carry-over; the other sizes are those of the ranks that train")
+          ->check(CLI::Range(int64_t{0}, int64_t{1024}));
+  verb->add_option("--engine-tp", o->engine_tp, "with --engines: so many processes each, which share its tensors")
+      ->check(CLI::PositiveNumber)
+      ->needs(engines);
   add_split(verb, o->common);
   add_experts(verb, o->common);
   add_context(verb, o->common);

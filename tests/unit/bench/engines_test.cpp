@@ -1,6 +1,7 @@
 // bench step --engines: a step of the trainer whose responses another process generates; here both are threads.
 #include <gtest/gtest.h>
 
+#include <csignal>
 #include <sstream>
 #include <thread>
 
@@ -34,16 +35,17 @@ struct Apart {
   std::string text;
 };
 
-Apart run_apart(const StepBenchOptions& options) {
+Apart run_apart(const StepBenchOptions& options, int world = 2) {
+  std::signal(SIGPIPE, SIG_IGN);  // as cli_main does
   ListeningPort port;
   Apart apart;
-  std::vector<std::string> errors(2);
+  std::vector<std::string> errors(static_cast<size_t>(world));
   std::vector<std::thread> processes;
-  for (int rank = 0; rank < 2; ++rank) {
+  for (int rank = 0; rank < world; ++rank) {
     processes.emplace_back([&, rank] {
       try {
         std::ostringstream out;
-        nlohmann::json report = bench_step_with_engines(options, port.place(rank, 2, Milliseconds(250000)), out);
+        nlohmann::json report = bench_step_with_engines(options, port.place(rank, world, Milliseconds(250000)), out);
         if (rank == 0) apart = {std::move(report), out.str()};
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
@@ -77,6 +79,23 @@ TEST(EnginesBench, InTurnAStepWaitsForItsResponses) {
   EXPECT_EQ(nlohmann::json::parse(read_file(dir.path() / "step.json")), report);
 }
 
+// Both sides have two tensor ranks, so that the loss gives each token the sampler's bits.
+TEST(EnginesBench, RanksThatSplitAPolicyAndRanksOfAnEngine) {
+  StepBenchOptions options = small_step_apart();
+  options.common.tp = options.engine_tp = 2;
+  const auto [report, text] = run_apart(options, 4);
+  ASSERT_TRUE(report.contains("engines"));
+  EXPECT_EQ(report.at("engines"), 1);
+  EXPECT_EQ(report.at("engine_tp"), 2);
+  EXPECT_EQ(report.at("ranks"), 2);
+  EXPECT_EQ(report.at("tp"), 2);
+  EXPECT_EQ(report.at("mismatched_tokens"), 0);
+  EXPECT_GT(report.at("compared_tokens"), 0);
+  EXPECT_DOUBLE_EQ(4 * report.at("samples_per_second_per_device").get<double>(),
+                   report.at("samples_per_second").get<double>());
+  EXPECT_NE(text.find("step tiny, 2 ranks, 1 engines of 2"), std::string::npos) << text;
+}
+
 TEST(EnginesBench, InFlightWithACritic) {
   StepBenchOptions options = small_step_apart();
   options.carry_over = 1;
@@ -102,8 +121,11 @@ TEST(EnginesBench, WhatItHasNoUseForIsRefused) {
   };
   StepBenchOptions options = small_step_apart();
   EXPECT_MENTIONS(refusal(options, 1), "needs as many processes and one that trains");
+  options.engine_tp = 2;
+  EXPECT_MENTIONS(refusal(options), "--engines 1 of --engine-tp 2 needs as many processes");
+  options = small_step_apart();
   options.common.tp = 2;
-  EXPECT_MENTIONS(refusal(options), "a model that is not split");
+  EXPECT_MENTIONS(refusal(options), "--tp 2 times --cp 1 times --pp 1 does not divide the 1 ranks");
   options = small_step_apart();
   options.early_gradients = true;
   EXPECT_MENTIONS(refusal(options), "is for generation on the same device");

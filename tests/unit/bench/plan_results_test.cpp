@@ -70,6 +70,7 @@ Workload workload_of(const Json& json) {
   if (work.early_gradients || samples_of("references_under_generation") > 0)
     work.background_processors = json.value("background_processors", int64_t{0});
   work.engines = json.value("engines", int64_t{0});
+  work.engine = {.tp = json.value("engine_tp", int64_t{1}), .ep = json.value("engine_ep", int64_t{1})};
   work.age = json.value("carry_over", int64_t{0});
   work.in_flight = work.age > 0;
   work.recomputes_keys = !json.value("keep_cache", false);
