@@ -46,9 +46,13 @@ WeightPlan weight_plan(const ModelShape& shape, const std::vector<ModelParameter
   const int64_t turn = number / copies;  // among those that read the same copy
   RankSlices training(shape, layouts.training, layouts.stages, ranks);
   RankSlices engine(shape, layouts.engine, {}, {rank});
+  std::vector<int64_t> alike;  // all comes from one of them
+  for (const int64_t from : ranks)
+    if (has_the_same(shape, layouts, from, rank)) alike.push_back(from);
   std::map<int64_t, int64_t> sent;  // bytes, by rank
   const ChooseOwner choose = [&](const std::vector<int64_t>& owners, int64_t bytes) {
     TRIREME_CHECK(!owners.empty(), "no rank trains what an engine generates with");
+    if (!alike.empty()) return alike[static_cast<size_t>(turn) % alike.size()];
     const auto count = static_cast<int64_t>(owners.size());
     int64_t from = owners[static_cast<size_t>(turn % count)];
     for (int64_t i = 1; i < count; ++i) {
@@ -80,8 +84,7 @@ WeightPlan weight_plan(const ModelShape& shape, const std::vector<ModelParameter
   for (auto& [from, source] : by_rank) plan.sources.push_back(std::move(source));
   const auto first = turn % static_cast<int64_t>(plan.sources.size());
   std::rotate(plan.sources.begin(), plan.sources.begin() + first, plan.sources.end());
-  if (plan.sources.size() == 1)
-    plan.sources.front().whole = has_the_same(shape, layouts, plan.sources.front().actor_rank, rank);
+  plan.sources.front().whole = !alike.empty();
   return plan;
 }
 

@@ -34,11 +34,12 @@ struct WeightPlan {
 int64_t weight_plan_number(const EngineLayouts& layouts, int64_t engine, int64_t rank);
 
 // Every element of `parameters` (model_parameters(shape)) that the engine's rank has comes to it once. All comes from
-// one copy of the weights (Axis::kCopyPp), by the number, so that engines spread over them; of a copy each range from
-// the owner that sends the fewest bytes so far, equal ones by the number. Sources ascend, turned by the number, so that
-// engines do not all begin with the same one. From whole models in an engine of one rank that is rank `engine` mod
-// ranks. Elements have `element_bytes`. Both layouts must be legal for the shape; Error(kUser) names what of them has
-// no plan: experts whose width ranks of training share, an engine with stages, context or data parallel ranks.
+// one copy of the weights (Axis::kCopyPp), by the number, so that engines spread over them; of a copy from a rank that
+// has the same of the model where there is one, else each range from the owner that sends the fewest bytes so far,
+// equal ones by the number. Sources ascend, turned by the number, so that engines do not all begin with the same one.
+// From whole models in an engine of one rank that is rank `engine` mod ranks. Elements have `element_bytes`. Both
+// layouts must be legal for the shape; Error(kUser) names what of them has no plan: experts whose width ranks of
+// training share, an engine with stages, context or data parallel ranks.
 WeightPlan weight_plan(const ModelShape& shape, const std::vector<ModelParameter>& parameters,
                        const EngineLayouts& layouts, int64_t number, int64_t rank, int64_t element_bytes);
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Engines of several ranks, of whole runs: with the tensor ranks of training a run in turn has the bits of the run on the
-# same devices, of dense models and mixtures; with others it has those of ranks that generate in such a layout. Versions
-# are exact or in flight as with one device. A leader or a follower that is killed, transfers that are cut, a pod of two
-# engines, mistakes.
+# Engines of several ranks, of whole runs: with the tensor ranks of training a run in turn has the bits of the run on
+# the same devices, of dense models and mixtures; with others it has those of ranks that generate in such a layout.
+# Versions are exact or in flight as with one device. A leader or a follower that is killed, transfers that are cut, a
+# pod of two engines, mistakes.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_split_fixture
 make_mixture
@@ -25,8 +25,9 @@ for layout in "${layouts[@]}"; do
   name=$1 ranks=$2; shift 2
   check "$name on the same devices" "$TRIREME" launch --nproc-per-node "$ranks" -- \
     $(split_args "$name" "$ranks" "$@")
-  out=$("$TRIREME" launch --nproc-per-node "$ranks" --engines 1 -- $(split_args "turn-$name" "$ranks" $wide "$@") 2>&1) &&
-    ok "$name, an engine of two ranks" || bad "$name, an engine of two ranks" "$out"
+  out=$("$TRIREME" launch --nproc-per-node "$ranks" --engines 1 -- \
+    $(split_args "turn-$name" "$ranks" $wide "$@") 2>&1) && ok "$name, an engine of two ranks" ||
+    bad "$name, an engine of two ranks" "$out"
   check "turn-$name: equal bits of engine and loss" sound "turn-$name" $steps
   grep -q "previous-log-prob pass" <<<"$out" && bad "$name: a pass that nobody needs" "$out" || ok "$name: no pass"
   grep -q "on 2 x cpu, as engine 0" <<<"$out" && ok "$name: says how wide it is" || bad "$name: how wide" "$out"
@@ -68,8 +69,8 @@ check "exact: ages" ages exact
 for kept in true false; do
   for buffer in 1 0; do
     name=flight-$kept-$buffer
-    check "in flight, recomputed $kept, second copy $buffer" env TRIREME_ENGINE_SECOND_BUFFER=$buffer "$TRIREME" launch \
-      --nproc-per-node 2 --engines 1 -- $(split_args $name 2 $async $tp2 \
+    check "in flight, recomputed $kept, second copy $buffer" env TRIREME_ENGINE_SECOND_BUFFER=$buffer \
+      "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(split_args $name 2 $async $tp2 \
         grpo.async_grpo.in_flight_weight_updates=true \
         grpo.async_grpo.recompute_kv_cache_after_weight_updates=$kept)
     check "$name: ages" ages $name
@@ -90,7 +91,8 @@ signalled() {
   local name=$1 signal=$2 pid
   "$TRIREME" launch --nproc-per-node 2 --engines 1 -- \
     $(split_args "$name" 2 $wide $quick $tp2 $far_deadline grpo.max_num_steps=12) >"$dir/out" 2>&1 & pid=$!
-  await 120 grep -q '"step":2' "$dir/$name-logs/train.jsonl" || { bad "$name: no second step" "$(cat "$dir/out")"; return; }
+  await 120 grep -q '"step":2' "$dir/$name-logs/train.jsonl" ||
+    { bad "$name: no second step" "$(cat "$dir/out")"; return; }
   local follower
   for follower in $(children_of $pid); do
     tr '\0' '\n' <"/proc/$follower/environ" | grep -qx TRIREME_ENGINE_NAME=engine-0 &&

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "trainer/algorithms/engine_layout.h"
 #include "trainer/parallel/device.h"
 
 namespace trireme {
@@ -111,8 +112,7 @@ class EngineFollower final {
   EngineMessage::Kind carry_out(const EngineMessage& order) {
     switch (order.kind) {
       case EngineMessage::kPin:
-        return rank_.receiver()->pin(order.text, rank_.parts(order.flag), order.number) < 0 ? EngineMessage::kGone
-                                                                                            : EngineMessage::kDone;
+        return pin(order) ? EngineMessage::kDone : EngineMessage::kGone;
       case EngineMessage::kReceive:
         wait_until_at(order.number);
         rank_.receiver()->receive_pinned();
@@ -123,6 +123,11 @@ class EngineFollower final {
       default:
         throw Error(ErrorKind::kInternal, "an engine's leader says what no order is");
     }
+  }
+
+  bool pin(const EngineMessage& order) {
+    const std::string link = link_of_rank(order.text, group_.rank());
+    return rank_.receiver()->pin(link, rank_.parts(order.flag), order.number) >= 0;
   }
 
   void end() {

@@ -24,7 +24,6 @@ constexpr Milliseconds kAskAgain{20};  // weights that are gone: another version
 // One of the actor ranks that weights come from, and the connection to it.
 struct Source {
   std::unique_ptr<LinkPair> pair;
-  at::Tensor packed;  // for a chunk that goes to several stretches
   std::unique_ptr<WeightWire> wire;
   int64_t transfers = 0;  // over pair
   WeightPart part;
@@ -32,7 +31,6 @@ struct Source {
 
   void drop() {
     wire.reset();
-    packed.reset();
     pair.reset();
   }
 };
@@ -100,6 +98,7 @@ struct WeightReceiver::Impl {
     signs.reset();  // of connections that go
     kept.clear();
     sources.clear();
+    packed.reset();  // which their devices have left
     store.reset();
   }
 
@@ -319,7 +318,7 @@ struct WeightReceiver::Impl {
   void receive_on_host(Source& source, int64_t before, const Deadline& deadline) {
     if (source.part.whole) return source.pair->receive(into(), deadline, options.on_bytes);
     for (const WeightChunk& chunk : chunks_of(source.part, chunk_elements())) {
-      const at::Tensor bytes = chunk.contiguous() ? in_place(chunk) : packed(source, chunk);
+      const at::Tensor bytes = chunk.contiguous() ? in_place(chunk) : packed_chunk(chunk);
       source.pair->receive(bytes, deadline);
       if (!chunk.contiguous()) scatter_chunk(bytes, chunk, into());
       before += static_cast<int64_t>(bytes.nbytes());
@@ -336,15 +335,15 @@ struct WeightReceiver::Impl {
       if (chunk.contiguous()) {
         source.wire->receive(in_place(chunk), free);
       } else {
-        source.wire->run([&] { (void)packed(source, chunk); }, free);
-        source.wire->receive(packed(source, chunk), nullptr);
+        source.wire->run([&] { (void)packed_chunk(chunk); }, free);
+        source.wire->receive(packed_chunk(chunk), nullptr);
       }
       if (++ahead % kChunksAhead == 0) {
         source.wire->wait(deadline, cancel, [&] { source.pair->check_peer(); });
       } else {
         source.wire->settle(deadline, cancel);
       }
-      if (!chunk.contiguous()) source.wire->run([&] { scatter_chunk(packed(source, chunk), chunk, into()); }, nullptr);
+      if (!chunk.contiguous()) source.wire->run([&] { scatter_chunk(packed_chunk(chunk), chunk, into()); }, nullptr);
     }
   }
 
@@ -352,10 +351,11 @@ struct WeightReceiver::Impl {
   at::Tensor in_place(const WeightChunk& chunk) const {
     return into().narrow(0, chunk.stretches.front().offset, chunk.elements);
   }
-  // Of the wire's stream where there is one.
-  at::Tensor packed(Source& source, const WeightChunk& chunk) const {
-    if (!source.packed.defined()) source.packed = at::empty({chunk_elements()}, weights.flat.options());
-    return source.packed.narrow(0, 0, chunk.elements);
+  // Memory for a chunk that goes to several stretches: of the stream of the first wire that needs it. Sources come one
+  // after the other, and a device has left it when a source has been received.
+  at::Tensor packed_chunk(const WeightChunk& chunk) {
+    if (!packed.defined()) packed = at::empty({chunk_elements()}, weights.flat.options());
+    return packed.narrow(0, 0, chunk.elements);
   }
 
   double stall_seconds() const {
@@ -375,6 +375,7 @@ struct WeightReceiver::Impl {
   const WeightLinkOptions options;
   const WeightView weights;
   at::Tensor second;  // undefined: no room
+  at::Tensor packed;
   LinkCancel cancel;
   std::string link;
   std::vector<int64_t> order;          // of receipt
