@@ -360,7 +360,7 @@ TEST(Validate, AnEnginesSizesAreSaidTheSameTwice) {
   const std::string two = "gpusPerPod: 8, parallelism: {tp: 4, ep: 2}";
   const std::string off = "{policy: {generation: {colocated: {enabled: false}, ";
   const auto inlined = [&](const std::string& fields, const std::string& keys) {
-    return errors_of("  roles: {actor: {}, generation: {" + fields + "}}\n  config: {inline: " + off + keys + "}}}\n");
+    return errors_of("  roles: {actor: {}, generation: {" + fields + "}}\n  config: {inline: " + off + keys + "}}}}\n");
   };
   const auto overridden = [](const std::string& fields, const std::string& override_text) {
     return generation(fields, "", "false, policy.generation." + override_text);

@@ -58,6 +58,8 @@ const std::map<std::string, Sample>& special_samples() {
         {"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
          "policy.megatron_cfg.pipeline_model_parallel_size=2"}}},
       {"policy.generation.tensor_parallel_size", {"2", {"cluster.gpus_per_node=2"}}},
+      {"policy.generation.expert_parallel_size",
+       {"2", {"policy.generation.colocated.enabled=false", "policy.generation.tensor_parallel_size=2"}}},
       {"policy.dynamic_batching.train_mb_tokens", {"3000", {}}},
       {"policy.dynamic_batching.logprob_mb_tokens", {"3000", {}}},
       {"policy.sequence_packing.train_mb_tokens", {"3000", {}}},
