@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # sanitize.sh [STAGE...]: stages asan, fuzz, tsan (all of them by default). Tests that need no LibTorch under
 # ASan+UBSan, fuzz targets from the same build (FUZZ_SECONDS each, 15), tests with threads under TSan. The corpora of a
-# longer run can be kept in FUZZ_CORPUS.
+# longer run can be kept in FUZZ_CORPUS. `sanitize.sh setup` installs what they need and runs nothing.
 #   LibTorch's own libraries are not instrumented: what includes it is tested by `make test` only.
 #   TSan builds just the tests of the list below; in the others one thread works.
 . "$(dirname "$0")/lib.sh"
@@ -12,6 +12,7 @@ TSAN_TESTS=(scheduler_test rewards_test data_test telemetry_test launch_test lif
 
 scripts/setup.sh operator
 need_packages clang libclang-rt-dev
+if [ "${stages[*]}" = setup ]; then exit 0; fi
 passed=0 failed=0 rows=()
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 # row NAME RESULT SECONDS: a line of the table, and of the count.

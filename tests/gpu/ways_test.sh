@@ -3,7 +3,8 @@
 # own (in turn, exact versions, in flight), and PPO with its critic on the actor's device, on one of its own, and beside
 # engines. Two devices; each token has the bits of a packed forward of the weights that drew it.
 #   TRIREME=build/cuda/trainer/cli/trireme tests/gpu/ways_test.sh
-# PARTS="carry engines ppo beside": only these. DEVICE=cpu tries the script itself where there is no GPU.
+# PARTS="carry engines ppo beside": only these; PARTS=wide needs four: two train, two are an engine. DEVICE=cpu tries
+# the script itself where there is no GPU.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 parts=${PARTS-carry engines ppo beside}
 wanted() { [[ " $parts " == *" $1 "* ]]; }
@@ -84,6 +85,33 @@ if wanted engines; then
   check "in flight, ratio_from generation" grpo flight-sampler "$step --engines 1" $apart $flight \
     grpo.async_grpo.ratio_from=generation loss_fn.use_importance_sampling_correction=false
   told "without a pass" rows flight-sampler 6 'stale > 0'
+fi
+
+# wide NAME OVERRIDES...: of a model that two tensor ranks train, by an engine of two: whole runs, and transfers to both.
+wide() {
+  local name=$1 pair="--nproc-per-node 2"; shift
+  local two="policy.generation.tensor_parallel_size=2"
+  check "$name on the same devices" grpo "$name" "$pair" "$@"
+  check "$name in turn" grpo "$name-turn" "$pair --engines 1" $apart $two "$@"
+  told "$name: equal bits of engine and loss" rows "$name-turn" 6 'stale == 0 and compared > 300'
+  equal "$name-turn" "$name" 6
+  check "$name, exact versions" grpo "$name-exact" "$pair --engines 1" $apart $two $async "$@"
+  check "$name, exact versions again" grpo "$name-again" "$pair --engines 1" $apart $two $async "$@"
+  equal "$name-again" "$name-exact" 6
+  check "$name in flight" grpo "$name-flight" "$pair --engines 1" $apart $two $flight grpo.max_num_steps=24 \
+    grpo.async_grpo.verify_weights_period=1 "$@"
+  told "$name after 23 transfers" rows "$name-flight" 24 "$older"
+  check "$name in flight, one copy of the weights" env TRIREME_ENGINE_SECOND_BUFFER=0 "$TRIREME" launch $pair \
+    --engines 1 -- $(run_args "$name-place" $device $many $apart $two $flight "$@")
+  told "$name, one copy of the weights" rows "$name-place" 6 'stale > 0'
+}
+if wanted wide; then
+  m=policy.megatron_cfg
+  tp2="cluster.gpus_per_node=2 $m.enabled=true $m.tensor_model_parallel_size=2"
+  "$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 512 --layers 2 --heads 8 --kv-heads 4 \
+    --head-dim 64 --intermediate 1024 --experts 8 --experts-per-token 2 --expert-width 256 >/dev/null
+  wide dense $tp2
+  wide mixture $tp2 $m.expert_model_parallel_size=2 policy.model_name="$dir/mixture"
 fi
 
 ppo() { # ppo NAME OPTIONS_OF_LAUNCH [overrides...]
