@@ -21,7 +21,8 @@ void check_planned(const EngineLayouts& layouts) {
   }
 }
 
-int64_t copies_of(const Layout& training) { return training.world() / group_size(training, Axis::kCopyPp); }
+int64_t copy_ranks_of(const Layout& training) { return group_size(training, Axis::kCopyPp); }
+int64_t copies_of(const Layout& training) { return training.world() / copy_ranks_of(training); }
 
 // Whether rank `rank` of the engine has the same of the model as that actor rank.
 bool has_the_same(const ModelShape& shape, const EngineLayouts& layouts, int64_t actor_rank, int64_t rank) {
@@ -35,7 +36,10 @@ bool has_the_same(const ModelShape& shape, const EngineLayouts& layouts, int64_t
 
 int64_t weight_plan_number(const EngineLayouts& layouts, int64_t engine, int64_t rank) {
   TRIREME_CHECK(engine >= 0 && rank >= 0 && rank < layouts.engine.world(), "engines and their ranks count from 0");
-  return (engine * layouts.engine.world() + rank) % layouts.training.world();
+  // As many of its ranks read the same copy as a copy has ranks: each its own of these, where both are split alike.
+  const int64_t together = copy_ranks_of(layouts.training);
+  const int64_t each = (layouts.engine.world() + together - 1) / together;
+  return (engine * each + rank / together) % layouts.training.world();
 }
 
 WeightPlan weight_plan(const ModelShape& shape, const std::vector<ModelParameter>& parameters,

@@ -87,7 +87,7 @@ if wanted engines; then
   told "without a pass" rows flight-sampler 6 'stale > 0'
 fi
 
-# wide NAME OVERRIDES...: of a model that two tensor ranks train, by an engine of two: whole runs, and transfers to both.
+# wide NAME OVERRIDES...: of a model that two tensor ranks train, by an engine of two: whole runs, transfers to both.
 wide() {
   local name=$1 pair="--nproc-per-node 2"; shift
   local two="policy.generation.tensor_parallel_size=2"

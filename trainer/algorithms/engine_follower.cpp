@@ -59,7 +59,9 @@ class EngineFollower final {
         synchronize(rank_.model().options().device);
         group_.answer_turn({.kind = EngineMessage::kDone, .text = {}});
         break;
-      case EngineMessage::kWeights:
+      case EngineMessage::kWeights: {
+        const std::lock_guard lock(mutex_);
+      }  // behind what the other thread has received
         rank_.receiver()->apply();
         engine_->weights_changed(turn.number, static_cast<KeptCache>(turn.flag));
         came_to(turn.number);
@@ -77,7 +79,7 @@ class EngineFollower final {
     changed_.notify_all();
   }
 
-  // A second copy of the weights that turns have not come to is not overwritten.
+  // Behind the turn that has taken what was received before: until then its copy is not overwritten.
   void wait_until_at(int64_t version) {
     std::unique_lock lock(mutex_);
     if (!changed_.wait_for(lock, kComesTo, [&] { return ending_ || version_ >= version; }))
@@ -90,6 +92,7 @@ class EngineFollower final {
       rank_.use_device();
       for (;;) {
         const EngineMessage order = group_.next_order();
+        if (order.kind == EngineMessage::kEnd) return;  // a turn says so too
         if (order.kind != EngineMessage::kAlive) group_.answer_order(answer(order));
       }
     } catch (...) {
@@ -97,7 +100,7 @@ class EngineFollower final {
         const std::lock_guard lock(mutex_);
         if (!ending_) failure_ = std::current_exception();
       }
-      group_.cancel();
+      group_.cancel_turns();
     }
   }
 
@@ -114,8 +117,8 @@ class EngineFollower final {
       case EngineMessage::kPin:
         return pin(order) ? EngineMessage::kDone : EngineMessage::kGone;
       case EngineMessage::kReceive:
-        wait_until_at(order.number);
         rank_.receiver()->receive_pinned();
+        { const std::lock_guard lock(mutex_); }  // before the turn that takes it
         return EngineMessage::kDone;
       case EngineMessage::kRelease:
         rank_.receiver()->release();
@@ -126,6 +129,7 @@ class EngineFollower final {
   }
 
   bool pin(const EngineMessage& order) {
+    wait_until_at(order.behind);
     const std::string link = link_of_rank(order.text, group_.rank());
     return rank_.receiver()->pin(link, rank_.parts(order.flag), order.number) >= 0;
   }
@@ -136,7 +140,8 @@ class EngineFollower final {
       ending_ = true;
     }
     changed_.notify_all();
-    group_.cancel();
+    group_.cancel_turns();
+    group_.cancel_orders();
     if (rank_.receiver() != nullptr) rank_.receiver()->cancel();
     if (thread_.joinable()) thread_.join();
   }

@@ -2,9 +2,9 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <exception>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <utility>
 
 #include "trainer/parallel/sockets.h"
@@ -16,27 +16,30 @@ constexpr const char* kHost = "127.0.0.1";  // ranks of an engine share a machin
 constexpr int64_t kLongestText = int64_t{64} << 20;
 // Between orders: longer than an engine may take to a step's end, or a transfer with its repeats.
 constexpr Milliseconds kOrders{600000};
+// For an answer: the turns ahead of it, and a transfer.
+constexpr Milliseconds kAnswer{180000};
 // A turn comes when there is work; whether its sender is there, the line of orders sees.
 constexpr Milliseconds kTurns{std::chrono::hours(24 * 365)};
 
 at::Tensor bytes_of(void* data, int64_t size) { return at::from_blob(data, {size}, at::kByte); }
 
-// Kind, number and flag, then the text's size.
+// The numbers, then the text's size.
 void send(LinkPair& line, const EngineMessage& message, const Deadline& deadline) {
-  int64_t head[] = {message.kind, message.number, message.flag, static_cast<int64_t>(message.text.size())};
+  int64_t head[] = {message.kind, message.number, message.flag, message.behind,
+                    static_cast<int64_t>(message.text.size())};
   line.send(bytes_of(head, sizeof head), deadline);
   if (message.text.empty()) return;
   std::string text = message.text;
-  line.send(bytes_of(text.data(), head[3]), deadline);
+  line.send(bytes_of(text.data(), head[4]), deadline);
 }
 
 EngineMessage receive(LinkPair& line, const Deadline& deadline) {
-  int64_t head[4] = {};
+  int64_t head[5] = {};
   line.receive(bytes_of(head, sizeof head), deadline);
-  EngineMessage message{.kind = head[0], .number = head[1], .flag = head[2], .text = {}};
-  if (head[3] < 0 || head[3] > kLongestText) throw Error(ErrorKind::kUnavailable, "a message is too long");
-  message.text.resize(static_cast<size_t>(head[3]));
-  if (head[3] > 0) line.receive(bytes_of(message.text.data(), head[3]), deadline);
+  EngineMessage message{.kind = head[0], .number = head[1], .flag = head[2], .behind = head[3], .text = {}};
+  if (head[4] < 0 || head[4] > kLongestText) throw Error(ErrorKind::kUnavailable, "a message is too long");
+  message.text.resize(static_cast<size_t>(head[4]));
+  if (head[4] > 0) line.receive(bytes_of(message.text.data(), head[4]), deadline);
   return message;
 }
 
@@ -94,35 +97,34 @@ EngineGroup::EngineGroup(const EngineGroupOptions& options) {
 
 EngineGroup::~EngineGroup() = default;
 
-// The leader's port is the kernel's choice, and the job's store says which.
+// The leader's port is the kernel's choice, and the job's store says which until all have come.
 void EngineGroup::meet(const EngineGroupOptions& options) {
   const Milliseconds timeout = options.job.timeout;
   const Deadline deadline = Deadline::after(timeout);
   RendezvousOptions own = rendezvous_of(options, 0);
-  {
-    LinkStore job(options.job.master_address, options.job.master_port, options.job.attempt, timeout);
-    if (options.rank == 0) {
-      uint16_t port = 0;
-      own.listen_fd = listen_anywhere(port, "the ranks of engine " + options.name);
-      own.master_port = port;
-      job.set(leader_key(options), std::to_string(port));
-    } else {
-      own.master_port = std::stoi(job.get(leader_key(options), deadline, cancel_,
-                                          "the first rank of engine " + options.name + " did not come"));
-    }
+  LinkStore job(options.job.master_address, options.job.master_port, options.job.attempt, timeout);
+  if (options.rank == 0) {
+    uint16_t port = 0;
+    own.listen_fd = listen_anywhere(port, "the ranks of engine " + options.name);
+    own.master_port = port;
+    job.set(leader_key(options), std::to_string(port));
+  } else {
+    own.master_port = std::stoi(job.get(leader_key(options), deadline, cancel_turns_,
+                                        "the first rank of engine " + options.name + " did not come"));
   }
   context_ = std::make_unique<ParallelContext>(options.layout, own);
+  if (leads()) job.erase(leader_key(options));
   LinkStore store(kHost, own.master_port, own.attempt, timeout);
   for (int follower = 1; follower < size(); ++follower) {
     if (!leads() && follower != rank()) continue;
     const int side = leads() ? 0 : 1;
     const std::string peer = "rank " + std::to_string(leads() ? follower : 0) + " of engine " + options.name;
-    const auto line = [&](const std::string& what) {
-      return std::make_unique<LinkPair>(store, what + std::to_string(follower), side, kHost, peer, deadline, cancel_);
+    const auto line = [&](const std::string& what, LinkCancel& cancel) {
+      return std::make_unique<LinkPair>(store, what + std::to_string(follower), side, kHost, peer, deadline, cancel);
     };
     Lines lines;
-    lines.turns = line("engine-turns-");
-    lines.orders = line("engine-orders-");
+    lines.turns = line("engine-turns-", cancel_turns_);
+    lines.orders = line("engine-orders-", cancel_orders_);
     lines_.push_back(std::move(lines));
   }
 }
@@ -144,30 +146,64 @@ void EngineGroup::be_still() {
   for (Lines& line : lines_) (void)receive(*line.turns, patience());
 }
 
+// An answer that is missing here would be taken for the next order's.
+void EngineGroup::send_order(const EngineMessage& order) {
+  if (!carries_orders_)
+    throw Error(ErrorKind::kUnavailable, "an order about weights has failed before, so nothing more is asked for");
+  carries_orders_ = false;
+  for (Lines& line : lines_) send(*line.orders, order, Deadline::after(kAnswer));
+  carries_orders_ = true;
+}
+
+std::vector<EngineMessage> EngineGroup::answers() {
+  carries_orders_ = false;
+  std::vector<EngineMessage> all;
+  for (Lines& line : lines_) all.push_back(receive(*line.orders, Deadline::after(kAnswer)));
+  carries_orders_ = true;
+  return all;
+}
+
 bool EngineGroup::order(const EngineMessage& order, const std::function<void()>& meanwhile) {
   const std::lock_guard lock(orders_);
-  for (Lines& line : lines_) send(*line.orders, order, patience());
+  std::exception_ptr unsent;
+  try {
+    send_order(order);
+  } catch (...) {
+    unsent = std::current_exception();
+  }
   std::exception_ptr own;
   try {
     if (meanwhile) meanwhile();
   } catch (...) {
     own = std::current_exception();
   }
-  bool there = true;
-  std::optional<EngineMessage> failed;
-  for (Lines& line : lines_) {
-    EngineMessage answer = receive(*line.orders, patience());
-    if (answer.kind == EngineMessage::kGone) there = false;
-    if (answer.kind == EngineMessage::kFailed && !failed) failed = std::move(answer);
-  }
+  if (unsent) std::rethrow_exception(unsent);
+  const std::vector<EngineMessage> said = answers();
   if (own) std::rethrow_exception(own);
-  if (failed) throw Error(static_cast<ErrorKind>(failed->number), failed->text);
-  return there;
+  for (const EngineMessage& answer : said) {
+    if (answer.kind == EngineMessage::kFailed) throw Error(static_cast<ErrorKind>(answer.number), answer.text);
+  }
+  return std::none_of(said.begin(), said.end(),
+                      [](const EngineMessage& answer) { return answer.kind == EngineMessage::kGone; });
 }
 
 void EngineGroup::give_sign_of_life() {
   const std::lock_guard lock(orders_);
-  for (Lines& line : lines_) send(*line.orders, {.kind = EngineMessage::kAlive, .text = {}}, patience());
+  send_order({.kind = EngineMessage::kAlive, .text = {}});
+}
+
+// On a line that has failed nobody waits any more.
+void EngineGroup::end(const std::string& why) {
+  const EngineMessage message{.kind = EngineMessage::kEnd, .text = why};
+  for (Lines& line : lines_) {
+    for (LinkPair* pair : {line.turns.get(), line.orders.get()}) {
+      try {
+        send(*pair, message, patience());
+      } catch (const Error&) {
+        continue;
+      }
+    }
+  }
 }
 
 EngineMessage EngineGroup::next_turn() { return receive(*lines_.front().turns, Deadline::after(kTurns)); }

@@ -28,10 +28,11 @@ struct EngineMessage {
     kStep,
     kStill,    // the device comes to rest; answered
     kWeights,  // what was received last are the weights of version `number` from the next step on; flag: KeptCache
-    kEnd,      // text: why; empty: the run is over
+    // Both.
+    kEnd,  // text: why; empty: the run is over
     // Orders.
-    kPin,      // the weights of version `number`, for engine `flag`; text: the link
-    kReceive,  // what was pinned, when the weights are those of version `number` here, as they are at the leader
+    kPin,      // the weights of version `number`, for engine `flag`, when turns have come to `behind`; text: the link
+    kReceive,  // what was pinned
     kRelease,
     kAlive,
     // Answers.
@@ -40,6 +41,7 @@ struct EngineMessage {
     kFailed,  // number: ErrorKind; text: why
   };
   int64_t kind = 0, number = 0, flag = 0;
+  int64_t behind = -1;  // the version that the leader's engine is at
   std::string text;
 };
 
@@ -73,10 +75,13 @@ class EngineGroup final : public EngineFollowers {
   void step() override;
   // All followers' devices have come to rest behind the turns before.
   void be_still();
-  // What `meanwhile` throws goes through when all have answered; else the first failure of a follower is thrown. False:
-  // one of them has answered kGone. One order at a time, from any thread.
+  // `meanwhile` is called whatever comes of the others. What it throws goes through when all have answered; else the
+  // first failure of a follower is thrown. False: one of them has answered kGone. One order at a time, from any thread;
+  // none behind one whose answers did not all come, which throw Error(kUnavailable).
   bool order(const EngineMessage& order, const std::function<void()>& meanwhile = {});
   void give_sign_of_life();
+  // To all lines that still carry. The last call of a leader.
+  void end(const std::string& why);
 
   // Of a follower. Wait for the leader as long as it lives; an order for some minutes.
   EngineMessage next_turn();
@@ -84,20 +89,24 @@ class EngineGroup final : public EngineFollowers {
   void answer_turn(const EngineMessage& answer);
   void answer_order(const EngineMessage& answer);
 
-  // From any thread: waits for the leader or for answers end soon, by Error(kUnavailable).
-  void cancel() { cancel_.cancel(); }
+  // From any thread: what waits on these lines ends soon, by Error(kUnavailable).
+  void cancel_turns() { cancel_turns_.cancel(); }
+  void cancel_orders() { cancel_orders_.cancel(); }
 
  private:
   struct Lines {
     std::unique_ptr<LinkPair> turns, orders;
   };
   void meet(const EngineGroupOptions& options);
+  void send_order(const EngineMessage& order);
+  std::vector<EngineMessage> answers();
   Deadline patience() const;
 
   std::unique_ptr<ParallelContext> context_;
-  LinkCancel cancel_;
+  LinkCancel cancel_turns_, cancel_orders_;
   std::vector<Lines> lines_;  // to the followers; of one of them: to the leader
   std::mutex orders_;
+  bool carries_orders_ = true;
 };
 
 }  // namespace trireme

@@ -60,7 +60,6 @@ class EngineProcess final {
 
  private:
   void generate();
-  void end_followers(const std::string& why);
   void join(WorkClient& client);
   WorkClient client() const { return WorkClient(place(), &stopping_); }
   WorkClientOptions place() const { return {rank_.url(), rank_.ticket(), kActorGone}; }
@@ -88,6 +87,10 @@ class EngineProcess final {
   int64_t fetched() const {
     const std::lock_guard lock(mutex_);
     return fetched_;
+  }
+  int64_t version_now() const {
+    const std::lock_guard lock(mutex_);
+    return version_;
   }
   Caller caller() const {
     const std::lock_guard lock(mutex_);
@@ -166,6 +169,7 @@ void EngineProcess::fail(std::exception_ptr error) {
 void EngineProcess::end() {
   stopping_ = true;
   if (receiver_ != nullptr) receiver_->cancel();
+  group_.cancel_orders();
   { const std::lock_guard lock(mutex_); }  // who has just looked is waiting by now
   changed_.notify_all();
 }
@@ -186,19 +190,11 @@ void EngineProcess::run() {
   try {
     generate();
   } catch (const std::exception& error) {
-    host_.reset();
-    end_followers(error.what());
+    host_.reset();  // behind the engine's last step
+    group_.end(error.what());
     throw;
   }
-  end_followers("");
-}
-
-// Behind the engine's last step.
-void EngineProcess::end_followers(const std::string& why) {
-  try {
-    group_.tell({.kind = EngineMessage::kEnd, .text = why});
-  } catch (const Error&) {  // they have ended before
-  }
+  group_.end("");
 }
 
 void EngineProcess::generate() {
@@ -327,13 +323,7 @@ int64_t EngineProcess::receive(const WeightsReply& reply) {
     std::this_thread::sleep_for(kAskAgain);
   }
   torn_ = receiver_->needs_stop();
-  int64_t here = -1;
-  {
-    const std::lock_guard lock(mutex_);
-    here = version_;
-  }
-  (void)group_.order({.kind = EngineMessage::kReceive, .number = here, .text = {}},
-                     [this] { receiver_->receive_pinned(); });
+  (void)group_.order({.kind = EngineMessage::kReceive, .text = {}}, [this] { receiver_->receive_pinned(); });
   torn_ = false;
   return version;
 }
@@ -344,7 +334,11 @@ bool EngineProcess::pin_elsewhere(const WeightsReply& reply, int64_t version) {
     (void)group_.order({.kind = EngineMessage::kRelease, .text = {}}, [this] { receiver_->release(); });
   };
   try {
-    const EngineMessage order{.kind = EngineMessage::kPin, .number = version, .flag = reply.engine, .text = reply.link};
+    const EngineMessage order{.kind = EngineMessage::kPin,
+                              .number = version,
+                              .flag = reply.engine,
+                              .behind = version_now(),
+                              .text = reply.link};
     if (group_.order(order)) return true;
   } catch (const Error&) {
     let_be();
@@ -443,7 +437,7 @@ void EngineProcess::follow_weights() {
     {
       std::unique_lock lock(mutex_);
       // A second copy that is not used yet is not overwritten.
-      changed_.wait(lock, [&] { return stopping_ || fetched_ <= version_; });
+      if (!changed_.wait_for(lock, long_poll_, [&] { return stopping_ || fetched_ <= version_; })) continue;
       after = fetched_;
       first = version_ < 0;
     }

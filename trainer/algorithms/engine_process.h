@@ -27,8 +27,9 @@ struct EngineProcessOptions {
   TransportCheck transport;
   bool second_buffer = true;  // for weights; false: they are received where they are read, with decoding stopped
   EngineFault fault;          // for tests
-  const std::atomic<int>* stop_signal = nullptr;  // non-zero: hand back what is in hand, and leave
-  std::function<void()> on_ready;                 // from here on stop_signal is read
+  // Non-zero: hand back what is in hand, and leave. Of an engine's first rank: the others leave with it.
+  const std::atomic<int>* stop_signal = nullptr;
+  std::function<void()> on_ready;  // from here on stop_signal is read
 };
 
 // Returns when the run has ended, or by stop_signal. Throws Error(kUnavailable) soon after the actor has gone, or when

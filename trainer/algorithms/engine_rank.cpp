@@ -34,6 +34,7 @@ EngineRank::EngineRank(const Config& config, const EngineProcessOptions& options
   prepare_devices({layout});
   group_ = std::make_unique<EngineGroup>(EngineGroupOptions{
       .job = options.rendezvous, .name = options.name, .start = options.start, .rank = options.rank, .layout = layout});
+  group_->ranks().set_phase("generation");
   make_model();
   sources_ = std::make_unique<WeightParts>(
       *model_, EngineLayouts{.training = actors_, .stages = stage_options(config), .engine = layout});

@@ -37,6 +37,12 @@ struct TrainArguments {
   std::vector<std::string> overrides;
 };
 
+std::vector<std::string> overrides_of(const TrainArguments& arguments) {
+  std::vector<std::string> overrides = arguments.overrides;
+  if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
+  return overrides;
+}
+
 // On a cluster the RLJob decides the sizes. A configuration in the image or in a config map is first seen here.
 void check_layout_agrees(const ParallelSizes& sizes, const Layout& layout, const std::string& role) {
   const std::tuple<const char*, int64_t, int64_t> rows[] = {{"tp", sizes.tensor, layout.tp},
@@ -123,8 +129,7 @@ void check_engines_can_come(const Config& config, const TrainOptions& options) {
 }
 
 int train(const TrainArguments& arguments, const CommandContext& context) {
-  std::vector<std::string> overrides = arguments.overrides;
-  if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
+  std::vector<std::string> overrides = overrides_of(arguments);
   std::vector<std::string> warnings;
   const std::string metrics_port = environment("TRIREME_METRICS_PORT", "");
   if (!metrics_port.empty()) {  // in a pod: where the monitor looks
@@ -192,24 +197,25 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
 
 // The processes of a launch are engines one behind the other, each of as many ranks as the configuration says.
 void set_place_of_engine(const Config& config, EngineProcessOptions& options) {
-  const int64_t here = environment_int("WORLD_SIZE", 1), own = environment_int("RANK", 0), ranks = engine_ranks(config);
-  if (here % ranks != 0) {
+  const int64_t all = environment_int("WORLD_SIZE", 1), own = environment_int("RANK", 0), ranks = engine_ranks(config);
+  const int64_t here = environment_int("LOCAL_WORLD_SIZE", all);
+  if (here % ranks != 0 || all % ranks != 0) {
     fail_user("an engine has " + std::to_string(ranks) + " ranks (policy.generation.tensor_parallel_size), and " +
               std::to_string(here) + " processes were started together: start a multiple of " + std::to_string(ranks) +
-              " (launch --nproc-per-node)");
+              " on each machine (launch --nproc-per-node)");
   }
   options.rank = static_cast<int>(own % ranks);
-  if (here > ranks) options.name += "-" + std::to_string(own / ranks);
+  if (all > ranks) options.name += "-" + std::to_string(own / ranks);
 }
 
 // Of the actor's arguments those count that say what is generated; the rest is accepted, so that one line starts both.
 int engine(const TrainArguments& arguments, const CommandContext& context) {
-  std::vector<std::string> overrides = arguments.overrides;
-  if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
   std::vector<std::string> warnings;
-  const Config config = load_config(arguments.config, overrides, &warnings, environment_variable);
+  const Config config = load_config(arguments.config, overrides_of(arguments), &warnings, environment_variable);
   EngineProcessOptions options;
-  options.name = environment("TRIREME_ENGINE_NAME", "engine-" + std::to_string(::getpid()));
+  // Without a name: its own, or, of several, the launcher's.
+  options.name = environment("TRIREME_ENGINE_NAME",
+                             "engine-" + std::to_string(engine_ranks(config) > 1 ? ::getppid() : ::getpid()));
   options.start = environment("TRIREME_ENGINE_START", "0");
   set_place_of_engine(config, options);
   options.work_url = environment("TRIREME_WORK_URL", "");
@@ -255,7 +261,7 @@ int ranks_of_its_engines(const std::vector<std::string>& command) {
     fail_user(std::string("launch: train: ") + error.what());
   }
   return static_cast<int>(
-      engine_ranks(load_config(arguments.config, arguments.overrides, nullptr, environment_variable)));
+      engine_ranks(load_config(arguments.config, overrides_of(arguments), nullptr, environment_variable)));
 }
 
 struct LaunchArguments {

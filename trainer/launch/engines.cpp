@@ -77,9 +77,10 @@ bool Engines::running(const Engine& engine) const {
 const Engines::Rank& Engines::cause(const Engine& engine) const {
   const auto find = [&](auto&& is) { return std::find_if(engine.ranks.begin(), engine.ranks.end(), is); };
   auto found = find([&](const Rank& rank) {
-    return !rank.status.ok() && (rank.status.signal != 0 || rank.status.code != options_.peer_failed_code);
+    return !rank.status.ok() && !rank.killed &&
+           (rank.status.signal != 0 || rank.status.code != options_.peer_failed_code);
   });
-  if (found == engine.ranks.end()) found = find([](const Rank& rank) { return !rank.status.ok(); });
+  if (found == engine.ranks.end()) found = find([](const Rank& rank) { return !rank.status.ok() && !rank.killed; });
   return found == engine.ranks.end() ? engine.ranks.front() : *found;
 }
 
@@ -117,8 +118,11 @@ void Engines::look(Engine& engine) {
       engine.kill = Deadline::after(options_.failure_grace);
   }
   if (engine.kill.passed()) {
-    for (Rank& rank : engine.ranks)
-      if (rank.process) rank.process->signal(SIGKILL);
+    for (Rank& rank : engine.ranks) {
+      if (!rank.process) continue;
+      rank.killed = true;
+      rank.process->signal(SIGKILL);
+    }
   }
   if (!running(engine)) ended(engine);
 }

@@ -34,6 +34,7 @@ class Engines final {
   struct Rank {
     std::optional<Subprocess> process;  // that runs
     std::unique_ptr<OutputTail> tail;
+    bool killed = false;             // by this launcher, behind another one's failure
     ExitStatus status;               // when it has ended, and
     std::vector<std::string> words;  // its last lines
   };

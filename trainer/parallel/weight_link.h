@@ -112,8 +112,8 @@ class WeightSender final {
   std::unique_ptr<Impl> impl_;
 };
 
-// The engine's side. One thread calls fetch(), the one that reads the weights calls apply(), not at the same time; with
-// needs_stop() that one calls fetch() too.
+// The engine's side. One thread calls fetch(), or its halves, the one that reads the weights calls apply(), not at the
+// same time; with needs_stop() that one calls fetch() too, or its device has come to rest.
 class WeightReceiver final {
  public:
   // Takes memory for a second buffer, where there is any: before the cache's is measured. `weights` outlives it.

@@ -128,7 +128,7 @@ struct WeightReceiver::Impl {
     rank = of.front().actor_rank;
     std::vector<int64_t> ranks;
     for (const WeightPart& part : of) ranks.push_back(part.actor_rank);
-    if (link != name || ranks != order) drop();
+    if (link != name || ranks != order || !kept.empty()) drop();
     link = name;
     order = ranks;
     for (const WeightPart& part : of) sources[part.actor_rank].part = part;
@@ -230,6 +230,7 @@ struct WeightReceiver::Impl {
 
   // What all sources keep, from one after the other.
   void receive_pinned(const Deadline& deadline) {
+    TRIREME_CHECK(!kept.empty(), "no rank keeps weights for this engine");
     WeightTransfer transfer{.version = pinned(), .verified = true};
     for (const int64_t of : std::exchange(kept, {})) {
       rank = of;

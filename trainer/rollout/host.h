@@ -42,7 +42,7 @@ class EngineFollowers {
 class EngineHost final {
  public:
   // `make` is called on the host's thread. `finished` too, for every group that is complete; it may not call the host.
-  // `followers` (null: the engine has the whole model) outlive it. What a task does with the engine it tells them.
+  // `followers` (null: there are none) outlive it. What a task does with the engine it tells them.
   EngineHost(std::function<std::unique_ptr<Engine>()> make, std::function<void(GeneratedGroup)> finished,
              EngineFollowers* followers = nullptr);
   ~EngineHost();  // behind the step under way; what is unfinished is dropped

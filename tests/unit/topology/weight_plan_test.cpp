@@ -176,6 +176,24 @@ TEST(WeightPlan, OfWholeModelsIsOneRankAfterTheOther) {
   }
 }
 
+// Of two engines of two ranks each of the four ranks that train sends to one; of eight, to two.
+TEST(WeightPlan, EnginesThatAreSplitAsTrainingIsSpreadOverItsRanks) {
+  const ModelShape shape = test::small(8, 4, 8, 33);
+  for (const auto& [training, engine] :
+       {std::pair{Layout{.tp = 2, .dp = 2}, Layout{.tp = 2}}, std::pair{Layout{.tp = 4, .dp = 2}, Layout{.tp = 4}},
+        std::pair{Layout{.dp = 4}, Layout{.tp = 2}}}) {
+    const Planned all(shape, {.training = training, .engine = engine});
+    const int64_t engines = 2 * training.world() / engine.world();
+    std::map<int64_t, int64_t> receivers;
+    for (int64_t e = 0; e < engines; ++e) {
+      for (int64_t rank = 0; rank < engine.world(); ++rank)
+        for (const int64_t from : ranks_of(all.plan(e, rank))) ++receivers[from];
+    }
+    ASSERT_EQ(receivers.size(), static_cast<size_t>(training.world())) << to_string(training);
+    for (const auto& [rank, count] : receivers) EXPECT_EQ(count, 2) << "rank " << rank << " of " << to_string(training);
+  }
+}
+
 TEST(WeightPlan, EnginesSpreadOverReplicasAndBeginWithDifferentStages) {
   const ModelShape shape = test::small(8, 4, 8, 33);
   const Planned all(shape, {.training = {.tp = 2, .dp = 2, .pp = 2}});  // replicas 0, 1, 4, 5 and 2, 3, 6, 7
