@@ -290,7 +290,9 @@ Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std:
     roles.push_back(
         {{"name", role.name}, {"replicas", role.spec->replicas}, {"processesPerPod", processes_per_pod(*role.spec)}});
     const Parallelism& p = role.spec->parallelism;
-    if (role.name == "generation" && p.tp > 1) roles.back()["engine"] = {{"tp", p.tp}, {"ep", p.ep}};
+    if (role.name != "generation" || p.tp == 1) continue;
+    Json& engine = roles.back()["engine"] = {{"tp", p.tp}};
+    if (p.ep > 1) engine["ep"] = p.ep;
   }
   document["roles"] = std::move(roles);
   if (layout.world() <= kMaxRanksWithGroups) {

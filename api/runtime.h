@@ -120,7 +120,8 @@ bool is_reserved_env(const std::string& name);
 // "roles":[{"name","replicas","processesPerPod","engine":{"tp","ep"}}]}. Nodes are the pods of actor and critic, with
 // ranks of the job: the critic's stand behind the actor's. Of the rest all but roles are the actor's. Groups are left
 // out above 4096 ranks (they follow from the layout). hosts, critic_hosts: one per pod of the role. Of generation,
-// replicas is the number that the attempt began with; engine is there where one has several ranks.
+// replicas is the number that the attempt began with; engine is there where the role says that one has several ranks,
+// its ep where the role says one above 1: what the role leaves out the configuration may say.
 Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts,
                        const std::vector<std::string>& critic_hosts = {});
 

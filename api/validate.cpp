@@ -193,6 +193,11 @@ class Validator final {
     if (spec_.algorithm == Algorithm::kSft)
       error(path, "has no meaning for algorithm SFT, which generates nothing; leave the role out");
     if (role.port) error(path + ".port", "is for the reward role; the trainer's ports are in spec.network");
+    if (const auto& actor = spec_.roles.actor; actor && actor->parallelism.etp > 1) {
+      error("spec.roles.actor.parallelism.etp", "is " + std::to_string(actor->parallelism.etp) +
+                                                    ", and engines get no weights of experts whose width " +
+                                                    "ranks share: set etp to 1, or leave " + path + " out");
+    }
     if (check_processes(role, path)) check_engines(role, path);
     if (role.min_replicas.value_or(1) > role.replicas) {
       error(path + ".minReplicas", "is " + std::to_string(*role.min_replicas) + ", more than replicas, which is " +
@@ -217,6 +222,10 @@ class Validator final {
   void check_engines(const RoleSpec& role, const std::string& role_path) {
     const std::string path = role_path + ".parallelism";
     const Parallelism& p = role.parallelism;
+    if (p.dp) {
+      return error(path + ".dp", "is " + std::to_string(*p.dp) + ", but how many engines there are follows from the " +
+                                     "role's processes: leave it out");
+    }
     for (const auto& [axis, size] : {std::pair{".cp", p.cp}, std::pair{".pp", p.pp}, std::pair{".etp", p.etp}}) {
       if (size == 1) continue;
       return error(path + axis, "is " + std::to_string(size) +
@@ -224,15 +233,16 @@ class Validator final {
     }
     const EngineSize tp = engine_size(p.tp, path + ".tp", kEngineTensorKey);
     // What the configuration says of ep means something beside a tp that is known.
-    const EngineSize ep =
-        tp.size > 1 ? engine_size(p.ep, path + ".ep", kEngineExpertKey) : EngineSize{p.ep, path + ".ep"};
+    const bool known = p.tp > 1 || setting(kEngineTensorKey) || whole_configuration();
+    const EngineSize ep = known ? engine_size(p.ep, path + ".ep", kEngineExpertKey) : EngineSize{p.ep, path + ".ep"};
     const auto refuse = [&](const EngineSize& size, const std::string& message) {
       error(size.at, starts_with(size.at, path) ? message : "of the engines of " + role_path + ": " + message);
     };
     const int64_t ranks = p.ep > 1 ? p.tp : tp.size;  // the role's own, as the CRD's rule sees it
     if (ranks % ep.size != 0) {
       return refuse(ep, "ep " + std::to_string(ep.size) + " does not divide tp, which is " + std::to_string(ranks) +
-                            ": the ranks of an engine share its experts");
+                            ": the ranks of an engine share its experts" +
+                            (p.ep > 1 && p.tp == 1 ? "; set parallelism.tp of the role" : ""));
     }
     const int64_t processes = processes_per_pod(role);
     const std::optional<ModelShape> shape = known_model_shape(model_name());
@@ -247,11 +257,6 @@ class Validator final {
       if (shape->experts % blocks == 0) {
         for (const std::string& message : combine_block_problems(shape->experts, blocks, ep.size)) refuse(ep, message);
       }
-    }
-    const int64_t engines = role.replicas * pod.dp;
-    if (p.dp.value_or(engines) != engines) {
-      error(path + ".dp", "is " + std::to_string(*p.dp) + ", but there are " + std::to_string(engines) +
-                              " engines: leave it out, since replicas x processes of a pod / tp says how many");
     }
   }
 
@@ -282,8 +287,7 @@ class Validator final {
     check_trainer_role(role, path, "");
     // Its own ranks share its batch, which is the policy's where the whole configuration is here and says no other.
     std::optional<Setting> batch = setting("value.train_global_batch_size");
-    if (!batch && spec_.config.inline_config.is_object() && config_value("defaults") == nullptr)
-      batch = setting("policy.train_global_batch_size");
+    if (!batch && whole_configuration()) batch = setting("policy.train_global_batch_size");
     const int64_t samples = batch ? parse_int(batch->value).value_or(0) : 0, dp = layout_of(role).dp;
     if (samples > 0 && dp > 0 && samples % dp != 0)
       error(batch->at, "is " + std::to_string(samples) + ", which the " + std::to_string(dp) +
@@ -327,8 +331,8 @@ class Validator final {
 
   std::string model_name() const {
     if (!spec_.model.source.empty()) return spec_.model.source;
-    const Json* name = config_value("policy.model_name");
-    return name && name->is_string() ? name->get<std::string>() : std::string();
+    const auto said = setting("policy.model_name");
+    return said ? said->value : std::string();
   }
 
   // 0: derived.
@@ -395,6 +399,11 @@ class Validator final {
     return at;
   }
 
+  // Whether all of it is here, so that a key that is not has its default.
+  bool whole_configuration() const {
+    return spec_.config.inline_config.is_object() && config_value("defaults") == nullptr;
+  }
+
   // By key: the size that the RLJob decides, and its field. What the configuration says must agree.
   using DecidedSizes = std::vector<std::pair<std::string, std::pair<int64_t, std::string>>>;
   DecidedSizes decided_sizes() const {
@@ -457,7 +466,7 @@ class Validator final {
     if (const Json* value = config_value(kKey); value && value->is_boolean()) {
       colocated = value->get<bool>();
       at += "." + kKey;
-    } else if (spec_.config.inline_config.is_object() && !value && !config_value("defaults")) {
+    } else if (!value && whole_configuration()) {
       colocated = true;  // the key's default
     }
     for (size_t i = 0; i < spec_.config.overrides.size(); ++i) {
@@ -623,8 +632,10 @@ namespace {
 void check_sizes(const RLJobSpec& before, const RLJobSpec& after, Validation& result) {
   const auto refuse = [&](const char* path, const char* why) { result.errors.push_back({path, why}); };
   RLJobSpec same = after;
-  if (before.roles.generation && same.roles.generation)
+  if (before.roles.generation && same.roles.generation) {
     same.roles.generation->replicas = before.roles.generation->replicas;
+    same.roles.generation->parallelism.dp = before.roles.generation->parallelism.dp;  // no size of an engine's
+  }
   if (spec_to_json(before).value("roles", Json()) != spec_to_json(same).value("roles", Json())) {
     refuse("spec.roles",
            "can only be changed while the job is suspended (spec.suspend: true), but for generation.replicas");

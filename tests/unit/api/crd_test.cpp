@@ -226,7 +226,7 @@ TEST(Crd, RulesCoverWhatMustHoldWithoutTheWebhook) {
         "needs exactly one of inline, configMapRef, path", "can only be changed while the job is suspended",
         "at most 40 characters", "minReplicas must be at most replicas", "workPort must differ",
         "parallelism.ep of an engine must divide its tp", "the ranks of an engine split the model by tp and ep only",
-        "dp must be the number of engines"}) {
+        "dp of a generation role follows from its processes"}) {
     EXPECT_THAT(text, testing::HasSubstr(message));
   }
 }
@@ -236,9 +236,10 @@ TEST(Crd, RulesKeepTheSizesOfRunningPods) {
   const YAML::Node rules = version()["schema"]["openAPIV3Schema"]["properties"]["spec"]["x-kubernetes-validations"];
   std::string text;
   for (const auto& rule : rules) text += rule["rule"].as<std::string>() + "\n";
-  for (const char* key : {"actor.replicas", "actor.gpusPerPod", "actor.processesPerPod", "actor.parallelism.tp",
-                          "critic.replicas", "critic.gpusPerPod", "critic.processesPerPod", "critic.parallelism",
-                          "generation.gpusPerPod", "generation.processesPerPod", "generation.parallelism"}) {
+  for (const char* key :
+       {"actor.replicas", "actor.gpusPerPod", "actor.processesPerPod", "actor.parallelism.tp", "critic.replicas",
+        "critic.gpusPerPod", "critic.processesPerPod", "critic.parallelism", "generation.gpusPerPod",
+        "generation.processesPerPod", "generation.parallelism.tp", "generation.parallelism.ep"}) {
     const std::string field = std::string("roles.") + key;
     EXPECT_THAT(text, testing::HasSubstr("self." + field + " == oldSelf." + field));
   }

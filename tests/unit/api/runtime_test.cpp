@@ -312,6 +312,9 @@ TEST(TopologyDocument, RanksOfEveryPodAndGroups) {
   EXPECT_EQ(of_engines["roles"].dump(),
             R"([{"name":"actor","processesPerPod":2,"replicas":1},)"
             R"({"engine":{"ep":2,"tp":4},"name":"generation","processesPerPod":4,"replicas":1}])");
+  RLJob by_configuration = split;
+  by_configuration.spec.roles.generation->parallelism.ep = 1;
+  EXPECT_EQ(topology_document(by_configuration, 2, {"h0"})["roles"][1]["engine"].dump(), R"({"tp":4})");
   EXPECT_NO_THROW(check_topology_document(of_engines, "t.json", {.world = 2, .layout = {.tp = 2}}))
       << "the actor's ranks look at their own";
 }

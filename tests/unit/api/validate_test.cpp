@@ -294,11 +294,9 @@ TEST(Validate, GenerationPods) {
 }
 
 TEST(Validate, AnEnginesRanksShareAPod) {
-  for (const char* good :
-       {"gpusPerPod: 8, parallelism: {tp: 4}", "gpusPerPod: 8, parallelism: {tp: 8}",
-        "replicas: 3, processesPerPod: 2, parallelism: {tp: 2}",
-        "replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, ep: 2}", "replicas: 2, parallelism: {dp: 2}",
-        "replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, dp: 4}"}) {
+  for (const char* good : {"gpusPerPod: 8, parallelism: {tp: 4}", "gpusPerPod: 8, parallelism: {tp: 8}",
+                           "replicas: 3, processesPerPod: 2, parallelism: {tp: 2}",
+                           "replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, ep: 2}"}) {
     EXPECT_EQ(generation(good), "") << good;
   }
   EXPECT_EQ(
@@ -315,12 +313,11 @@ TEST(Validate, AnEnginesRanksShareAPod) {
               "spec.roles.generation.parallelism." + std::string(axis) +
                   ": is 2, but the ranks of an engine split the model by tp and ep only: leave it out");
   }
-  const std::string sentence =
-      "but there are 4 engines: leave it out, since replicas x processes of a pod / tp says how many";
-  EXPECT_EQ(generation("replicas: 2, processesPerPod: 4, parallelism: {tp: 2, dp: 8}"),
-            "spec.roles.generation.parallelism.dp: is 8, " + sentence);
-  EXPECT_EQ(generation("replicas: 2, processesPerPod: 2, parallelism: {dp: 2}"),
-            "spec.roles.generation.parallelism.dp: is 2, " + sentence);
+  // As many as there are would be wrong behind kubectl scale.
+  EXPECT_EQ(generation("replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, dp: 4}"),
+            "spec.roles.generation.parallelism.dp: is 4, but how many engines there are follows from the role's "
+            "processes: leave it out");
+  EXPECT_THAT(generation("parallelism: {dp: 1}"), HasSubstr("parallelism.dp: is 1, but"));
 }
 
 TEST(Validate, AnEnginesLayoutFitsTheModel) {
@@ -344,6 +341,13 @@ TEST(Validate, AnEnginesLayoutFitsTheModel) {
       "spec.roles.generation.parallelism.ep: ep 4 does not divide tp, which is 2: the ranks of an engine share its "
       "experts");
   EXPECT_THAT(of(mixture, "ep: 2"), HasSubstr("parallelism.ep: ep 2 does not divide tp, which is 1"));
+  EXPECT_THAT(
+      of(mixture, "tp: 4", "gpusPerPod: 8, parallelism: {ep: 4, etp: 2}"),
+      HasSubstr("spec.roles.actor.parallelism.etp: is 2, and engines get no weights of experts whose width ranks "
+                "share: set etp to 1, or leave spec.roles.generation out"));
+  EXPECT_THAT(
+      generation("gpusPerPod: 8, parallelism: {tp: 8}", "", "false, policy.model_name=Qwen/Qwen2.5-0.5B-Instruct"),
+      HasSubstr("parallelism.tp: tp 8 does not divide the 14 attention heads"));
   // In blocks of training's: two are too few for four ranks, whoever said it.
   const std::string few = "spec.roles.generation.parallelism.ep: ep 4 does not divide the 2 blocks";
   EXPECT_THAT(of(mixture, "tp: 4, ep: 4", "", "moe_combine_blocks: 2, "), HasSubstr(few));
@@ -393,6 +397,12 @@ TEST(Validate, AnEnginesSizesAreSaidTheSameTwice) {
               HasSubstr("expert_parallel_size: of the engines of spec.roles.generation: ep 4 does not divide tp, which "
                         "is 2"));
   EXPECT_EQ(overridden("gpusPerPod: 8", "expert_parallel_size=4"), "") << "the file may say tp";
+  const std::string one = "of the engines of spec.roles.generation: ep 2 does not divide tp, which is 1";
+  EXPECT_THAT(inlined("gpusPerPod: 8", "expert_parallel_size: 2"), HasSubstr(one)) << "the whole configuration is here";
+  EXPECT_THAT(overridden("gpusPerPod: 8", "expert_parallel_size=2, policy.generation.tensor_parallel_size=1"),
+              HasSubstr(one));
+  EXPECT_THAT(overridden("gpusPerPod: 8, parallelism: {ep: 2}", "tensor_parallel_size=4"),
+              HasSubstr("which is 1: the ranks of an engine share its experts; set parallelism.tp of the role"));
 }
 
 TEST(Validate, WhoGeneratesIsSaidTheSameTwice) {
@@ -482,6 +492,10 @@ TEST(ValidateUpdate, WhatMayChangeAndWhen) {
   EXPECT_THAT(paths(generating, pods + "2, gpusPerPod: 1}}\n"), ElementsAre("spec.roles"));
   EXPECT_THAT(paths(generating, pods + "2, parallelism: {tp: 2}}}\n"), ElementsAre("spec.roles"));
   EXPECT_THAT(paths(generating, "  roles: {actor: {}}\n"), ElementsAre("spec.roles"));
+  const std::string wide = "gpusPerPod: 8, parallelism: {tp: 4";
+  const RLJob counted = parse_rljob(job_yaml(pods + "2, " + wide + ", dp: 4}}}\n"), "f");
+  EXPECT_THAT(paths(counted, pods + "3, " + wide + "}}}\n"), IsEmpty()) << "dp is no size of an engine";
+  EXPECT_THAT(paths(counted, pods + "2, " + wide + ", ep: 2}}}\n"), ElementsAre("spec.roles"));
   EXPECT_THAT(paths(generating, "  roles: {actor: {replicas: 2}, generation: {replicas: 4}}\n"),
               ElementsAre("spec.roles"));
   const std::string critic = "  algorithm: PPO\n  roles: {actor: {}, critic: {replicas: ";
