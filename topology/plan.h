@@ -75,6 +75,7 @@ struct PlanDevices {
   DeviceRates rates;
   int64_t memory_bytes = 0;  // 0: that of the rates
   int64_t of_node = 0;       // 0: one node
+  int64_t engine_node = 0;   // of a node, which an engine's devices share; 0: as many as it wants
   int64_t memory() const { return memory_bytes > 0 ? memory_bytes : rates.memory_bytes; }
 };
 
@@ -159,7 +160,8 @@ inline constexpr int64_t kTailSamples = 16;
 struct EnginesPlan {
   int64_t count = 0;
   Layout layout;               // of each
-  int64_t sources = 1;         // ranks of training that send a part of its weights to each of its ranks, at most
+  bool alike = false;          // each of its ranks has the same of the model as one of training, which sends it all
+  int64_t sources = 1;         // else ranks of training that send a part of its weights to each of its ranks, at most
   MemoryParts memory;          // of a device; `copy`: the second buffer, into which weights come while it decodes
   bool second_buffer = false;  // there is memory for it; else decoding stops for a transfer
   int64_t cache_rows = 0;

@@ -284,12 +284,11 @@ void plan_memory(const Case& c, const Case& generation, LayoutPlan& plan) {
 
 namespace {
 
-// Besides what ranks map of each other: parts of weights that lie in several places of the own ones go through a chunk
-// of each source's.
+// Besides what ranks map of each other: parts of weights that lie in several places of the own ones go through a
+// chunk, one after the other.
 int64_t engine_exchange_bytes(const EnginesPlan& engines) {
   constexpr int64_t kChunk = int64_t{32} << 20;  // trainer/parallel/weight_protocol.h
-  const bool whole = engines.sources == 1 && engines.layout.world() == 1;
-  return receive_buffer_bytes(engines.layout) + (whole ? 0 : engines.sources * kChunk);
+  return receive_buffer_bytes(engines.layout) + (engines.alike ? 0 : kChunk);
 }
 
 }  // namespace

@@ -238,12 +238,19 @@ int64_t blocks_of(const Case& c) {
 // Why no engine can be so beside that training; nothing where it can.
 std::optional<std::string> engine_problem(const Case& c) {
   const Layout& engine = c.work.engine;
+  if (const int64_t node = c.devices.engine_node; node > 0 && engine.world() > node)
+    return "its " + std::to_string(engine.world()) + " devices must share a node, which has " + std::to_string(node);
   const LayoutReport report = check_layout(engine, {.world = engine.tp, .shape = &c.shape});
   if (!report.ok()) return report.errors.front();
   if (const int64_t blocks = blocks_of(c); blocks % engine.ep != 0)
     return "ep " + std::to_string(engine.ep) + " does not divide the " + std::to_string(blocks) +
            " blocks that training combines experts in";
   return std::nullopt;
+}
+
+// Whether some rank that trains has the same of the model as each of the engine's (weight_plan).
+bool is_split_alike(const Layout& training, const Layout& engine) {
+  return training.pp == 1 && training.tp == engine.tp && training.ep == engine.ep;
 }
 
 // Whether all samples have a pass for the log-probs that training gives them, whatever weights drew them.
@@ -264,7 +271,8 @@ void plan_engines(const Case& c, bool values_wait, LayoutPlan& plan) {
   EnginesPlan& engines = plan.engines.emplace();
   engines.count = c.work.engines;
   engines.layout = c.work.engine;
-  engines.sources = group_size(c.layout, Axis::kCopyPp);
+  engines.alike = is_split_alike(c.layout, c.work.engine);
+  engines.sources = engines.alike ? 1 : group_size(c.layout, Axis::kCopyPp);
   Layout layout = c.work.engine;
   layout.dp = c.work.engines;
   PlanOptions options = c.options;

@@ -80,6 +80,27 @@ refuses 0 " 3x2 " "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8 
 refuses 10 "leaves no device to train on beside 1 engine of 2 devices" "$TRIREME" plan \
   --config configs/ppo_gsm8k_1.5b.yaml --gpus 2 policy.generation.tensor_parallel_size=2
 refuses 0 "8 ranks that train, 8 engines that generate," "$TRIREME" plan -f examples/dedicated-generation.rljob.yaml
+# Sizes of training are the actor's, and an engine is on one node.
+cat >"$dir/apart.yaml" <<'MANIFEST'
+apiVersion: trireme.dev/v1alpha1
+kind: RLJob
+metadata: {name: apart}
+spec:
+  model: {source: Qwen/Qwen3-32B}
+  config: {path: configs/llama3.1_8b.yaml, overrides: [policy.generation.colocated.enabled=false]}
+  roles:
+    actor: {replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, pp: 2}}
+    generation: {gpusPerPod: 8, parallelism: {tp: 4}}
+MANIFEST
+refuses 0 "tp=4,cp=1,ep=1,dp=2,pp=2,etp=1 (16 ranks)" "$TRIREME" plan -f "$dir/apart.yaml"
+refuses 1 "its 16 devices must share a node, which has 8" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml \
+  --engines 1 policy.generation.tensor_parallel_size=16
+refuses 1 "1: an engine in tp=7" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8 --engines 1 \
+  policy.generation.tensor_parallel_size=7
+refuses 10 "gpus_per_node is 1, fewer than the 2 devices of an engine" "$TRIREME" plan \
+  --config configs/ppo_gsm8k_1.5b.yaml policy.generation.colocated.resources.gpus_per_node=1 \
+  cluster.gpus_per_node=5 policy.generation.tensor_parallel_size=2
+refuses 10 "--engine-tp is for --engines" "$TRIREME" bench step --shape tiny --device cpu --engines 0 --engine-tp 2
 refuses 0 "1 ranks on each" "$TRIREME" plan -f examples/carry-over.rljob.yaml
 refuses 0 "engines   waiting" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8
 refuses 0 "tp=2,cp=1,ep=1,dp=2,pp=1,etp=1" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8 --engines 4

@@ -61,9 +61,18 @@ void add_way(const Config& config, Workload& work) {
 int64_t planned_engines(const Config& config) {
   if (!generates_elsewhere(config)) return 0;
   const ColocatedResources& resources = config.policy.generation.colocated.resources;
-  const int64_t of_node = resources.num_nodes == 0 ? resources.gpus_per_node : 0;
-  const int64_t devices = config.cluster.num_nodes > 1 ? resources.num_nodes * config.cluster.processes : of_node;
-  return devices / engine_ranks(config);
+  if (config.cluster.num_nodes > 1) return resources.num_nodes * (config.cluster.processes / engine_ranks(config));
+  return resources.num_nodes == 0 ? resources.gpus_per_node / engine_ranks(config) : 0;
+}
+
+std::optional<std::string> too_few_engine_devices(const Config& config) {
+  const ColocatedResources& resources = config.policy.generation.colocated.resources;
+  const bool said = generates_elsewhere(config) && config.cluster.num_nodes == 1 && resources.num_nodes == 0 &&
+                    resources.gpus_per_node > 0;
+  if (!said || resources.gpus_per_node >= engine_ranks(config)) return std::nullopt;
+  return "policy.generation.colocated.resources.gpus_per_node is " + std::to_string(resources.gpus_per_node) +
+         ", fewer than the " + std::to_string(engine_ranks(config)) +
+         " devices of an engine (policy.generation.tensor_parallel_size): raise it, or leave it out";
 }
 
 PlanOptions plan_options(const Config& config) {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 
 #include "topology/plan.h"
 #include "trainer/config/config.h"
@@ -17,7 +19,10 @@ struct PlannedLengths {
   int64_t response = 0;  // in the mean; 0: a quarter of the longest response
 };
 // How many engines generate, by the devices of policy.generation.colocated.resources; 0: it does not say, or none do.
+// An engine's devices are on one node.
 int64_t planned_engines(const Config& config);
+// Why these devices are not even one engine's: a sentence that names the key; nothing where they are, or none are said.
+std::optional<std::string> too_few_engine_devices(const Config& config);
 
 // Of one step; where no number of engines is said, as many as the ranks' number of devices makes; engines' experts are
 // not split (Workload::engine); responses vary as those of bench's synthetic lengths, the longest is as long as it may

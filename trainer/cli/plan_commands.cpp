@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <iostream>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "api/rljob.h"
@@ -56,6 +57,9 @@ struct PlanArguments {
   std::string gpu = "h200";
   std::string sharding;  // empty: the configuration's
   PlannedLengths lengths;
+  // Of a manifest's roles.
+  std::optional<Layout> layout;  // of the actor, unless sizes that are auto are looked for
+  int64_t engine_node = 0;       // processes of a generation pod; 0: no such role
 };
 
 // What all layouts of a call have in common.
@@ -67,6 +71,7 @@ struct PlanContext {
   PlannedBeside beside;
   PlanDevices devices;
   LayoutCheck check;
+  std::optional<Layout> of_actor;  // as a manifest says
   // A critic on ranks of its own, in this layout of theirs.
   std::optional<PlannedModel> critic_apart;
   Layout of_critic;
@@ -117,6 +122,17 @@ int64_t engines_of_role(const RoleSpec& generation, const Config& config) {
   return world_size(generation) / devices;
 }
 
+// The RLJob decides the actor's sizes, as it does by --layout for a run.
+void take_layout(const RoleSpec& actor, PlanArguments& arguments, Config& config) {
+  if (!auto_sizes(config).empty()) return;
+  const Layout& layout = arguments.layout.emplace(layout_of(actor));
+  set_parallel_sizes(config, {.tensor = layout.tp,
+                              .pipeline = layout.pp,
+                              .context = layout.cp,
+                              .expert = layout.ep,
+                              .expert_tensor = layout.etp});
+}
+
 // The configuration of a manifest's actor. What its roles say of ranks and engines becomes the arguments'.
 Config config_of_manifest(PlanArguments& arguments, std::vector<std::string>& warnings) {
   const Manifest manifest = parse_manifest(read_file(arguments.manifest), arguments.manifest);
@@ -137,8 +153,17 @@ Config config_of_manifest(PlanArguments& arguments, std::vector<std::string>& wa
   Config config = source.path.empty() ? load_config_text(source.inline_config.dump(), overrides, &warnings,
                                                          arguments.manifest, environment_variable)
                                       : load_config(source.path, overrides, &warnings, environment_variable);
+  take_layout(*roles.actor, arguments, config);
+  if (roles.generation) arguments.engine_node = processes_per_pod(*roles.generation);
   if (roles.generation && arguments.engines == 0) arguments.engines = engines_of_role(*roles.generation, config);
   return config;
+}
+
+// GPUs of a node that engines are on.
+int64_t engine_node(const PlanArguments& arguments, const Config& config) {
+  if (arguments.gpus_per_node > 0) return arguments.gpus_per_node;
+  if (arguments.engine_node > 0) return arguments.engine_node;
+  return config.cluster.gpus_per_node > 1 ? config.cluster.gpus_per_node : kUsualNode;
 }
 
 // How many ranks train, how many engines generate, and whether these are on the ranks' node.
@@ -154,6 +179,7 @@ void place_engines(const PlanArguments& arguments, PlanContext& context) {
       fail_user("--engines is for generation in other processes: policy.generation.colocated.enabled=false");
     return;
   }
+  context.devices.engine_node = engine_node(arguments, config);
   context.shares_engines = arguments.gpus > 0;
   if (arguments.gpus > 0) {
     const int64_t engines = std::max<int64_t>(1, arguments.engines);
@@ -165,7 +191,11 @@ void place_engines(const PlanArguments& arguments, PlanContext& context) {
     work.engines = arguments.engines;
     return;
   }
-  if (arguments.engines > 0) work.engines = arguments.engines;
+  if (arguments.engines > 0) {
+    work.engines = arguments.engines;
+  } else if (const auto problem = too_few_engine_devices(config)) {
+    fail_user(*problem);
+  }
   context.engines_assumed = arguments.engines == 0 && planned_engines(config) == 0;
   work.engines_near = config.cluster.num_nodes == 1 &&
                       context.check.world + work.engines * work.engine.world() <= context.devices_of_node;
@@ -176,6 +206,7 @@ PlanContext plan_context(PlanArguments arguments, std::vector<std::string>& warn
   context.config = arguments.manifest.empty()
                        ? load_config(arguments.path, arguments.overrides, &warnings, environment_variable)
                        : config_of_manifest(arguments, warnings);
+  context.of_actor = arguments.layout;
   const Config& config = context.config;
   context.shape = find_shape(config.policy.model_name);
   context.work = planned_work(config, arguments.lengths);
@@ -351,9 +382,7 @@ int print_ranking(const PlanContext& context) {
   }
   print_plans(std::cout, ranked, context.devices);
   if (fits) return 0;
-  print_line(std::cout, "fits",
-             "nothing; " + to_string(ranked.front().plan.layout) + " wants least, " +
-                 gibibytes(ranked.front().plan.least_memory) + " a device");
+  print_line(std::cout, "fits", "nothing; " + nearest_text(ranked.front().plan, context.devices));
   return 1;
 }
 
@@ -364,9 +393,7 @@ void settle_sizes(PlanContext& context) {
   const std::vector<LayoutPlan> plans = legal_plans(context, true);
   if (plans.empty() || !plans.front().fits()) {
     fail_user(join(open, ", ") + ": auto, but no layout of " + std::to_string(context.check.world) + " ranks fits" +
-              (plans.empty() ? ""
-                             : "; " + to_string(plans.front().layout) + " wants least, " +
-                                   gibibytes(plans.front().least_memory) + " a device"));
+              (plans.empty() ? "" : "; " + nearest_text(plans.front(), context.devices)));
   }
   const Layout& best = plans.front().layout;
   ParallelSizes sizes = parallel_sizes(context.config);
@@ -425,7 +452,7 @@ int plan_verb(const PlanArguments& arguments) {
     return print_critic(context) ? ranking : 1;
   }
   settle_sizes(context);
-  Layout layout = layout_of(parallel_sizes(context.config));
+  Layout layout = context.of_actor.value_or(layout_of(parallel_sizes(context.config)));
   const auto dp = derive_dp(layout, context.check.world);
   if (!dp) {
     fail_user("a world of " + std::to_string(context.check.world) +

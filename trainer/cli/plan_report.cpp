@@ -192,12 +192,20 @@ std::string engines_column(const EnginesPlan& engines) {
   return std::to_string(engines.count) + (devices > 1 ? "x" + std::to_string(devices) : "");
 }
 
+bool lacks_memory(const LayoutPlan& plan, const PlanDevices& devices) { return plan.least_memory > devices.memory(); }
+
 std::string refusal(const LayoutPlan& plan, const PlanDevices& devices) {
-  const bool memory = plan.least_memory > devices.memory();
-  return memory ? "wants " + gib(plan.least_memory) + " GiB at the least" : join(plan.problems, "; ");
+  return lacks_memory(plan, devices) ? "wants " + gib(plan.least_memory) + " GiB at the least"
+                                     : join(plan.problems, "; ");
 }
 
 }  // namespace
+
+std::string nearest_text(const LayoutPlan& plan, const PlanDevices& devices) {
+  const std::string layout = to_string(plan.layout);
+  return lacks_memory(plan, devices) ? layout + " wants least, " + gib(plan.least_memory) + " GiB a device"
+                                     : layout + ": " + join(plan.problems, "; ");
+}
 
 void print_plans(std::ostream& out, const std::vector<RankedPlan>& plans, const PlanDevices& devices) {
   const bool engines = std::any_of(plans.begin(), plans.end(), [](const RankedPlan& r) { return r.plan.engines; });

@@ -24,6 +24,8 @@ struct RankedPlan {
   LayoutPlan plan;
   bool runs = true;
 };
+// Of the first of the plans where none fits: its layout and what it wants, or its problems where memory is none.
+std::string nearest_text(const LayoutPlan& plan, const PlanDevices& devices);
 void print_plans(std::ostream& out, const std::vector<RankedPlan>& plans, const PlanDevices& devices);
 
 }  // namespace trireme

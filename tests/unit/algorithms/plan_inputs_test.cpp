@@ -134,6 +134,32 @@ TEST(PlanInputs, WaysToRunAStep) {
   EXPECT_FALSE(flying.recomputes_keys);
 }
 
+TEST(PlanInputs, AnEnginesDevicesAreOnOneNode) {
+  const auto config = [](std::vector<std::string> more, int64_t devices) {
+    more.emplace_back("policy.generation.colocated.enabled=false");
+    more.push_back("policy.generation.tensor_parallel_size=" + std::to_string(devices));
+    return load_config_text("", more);
+  };
+  const std::vector<std::string> nodes = {"cluster.gpus_per_node=4", "cluster.num_nodes=4",
+                                          "policy.generation.colocated.resources.num_nodes=3"};
+  EXPECT_EQ(planned_engines(config(nodes, 4)), 3);
+  EXPECT_EQ(planned_engines(config(nodes, 2)), 6);
+  EXPECT_EQ(planned_engines(config(nodes, 3)), 3);  // twelve devices, but one is left over on each node
+  EXPECT_EQ(planned_engines(config(nodes, 8)), 0);
+  const auto few = [&](int64_t of_node, int64_t devices) {
+    return too_few_engine_devices(
+               config({"cluster.gpus_per_node=" + std::to_string(4 + of_node),
+                       "policy.generation.colocated.resources.gpus_per_node=" + std::to_string(of_node)},
+                      devices))
+        .value_or("");
+  };
+  EXPECT_EQ(few(2, 2), "");
+  EXPECT_EQ(few(0, 2), "");
+  EXPECT_EQ(few(1, 2),
+            "policy.generation.colocated.resources.gpus_per_node is 1, fewer than the 2 devices of an engine "
+            "(policy.generation.tensor_parallel_size): raise it, or leave it out");
+}
+
 TEST(PlanInputs, ACriticReadsThePolicysSamplesInMicroBatchesOfItsOwn) {
   const Config config = load_config_text(
       "", {"algorithm=ppo", "policy.train_global_batch_size=128", "value.train_global_batch_size=64",

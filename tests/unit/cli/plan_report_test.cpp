@@ -95,7 +95,9 @@ TEST(PlanReport, EnginesOfSeveralDevicesAreCountedAsEngines) {
   EXPECT_THAT(table.str(), HasSubstr("tp=2,cp=1,ep=1,dp=4,pp=1,etp=1             2x4 "));
   work.engine = {.tp = 3};
   std::ostringstream refused;
-  print_plans(refused, {{plan_layout(shape, {.dp = 8}, work, {}, devices), true}}, devices);
+  const LayoutPlan none = plan_layout(shape, {.dp = 8}, work, {}, devices);
+  print_plans(refused, {{none, true}}, devices);
+  EXPECT_THAT(nearest_text(none, devices), HasSubstr("dp=8,pp=1,etp=1: an engine in tp=3"));
   EXPECT_THAT(refused.str(), HasSubstr("an engine in tp=3,cp=1,ep=1,dp=1,pp=1,etp=1 cannot be: tp 3 does not divide"));
   EXPECT_EQ(engines_text(1, {}), "1 engine");
   EXPECT_EQ(engines_text(3, {}), "3 engines");
@@ -112,6 +114,7 @@ TEST(PlanReport, ListsWhatFitsAndWhatTheOthersWant) {
   EXPECT_THAT(out.str(), HasSubstr("\ntp=4,cp=1,ep=1,dp=4,pp=4,etp=1"));
   EXPECT_THAT(out.str(), HasSubstr("not yet\nrefused: 1 of 2\n"));
   EXPECT_THAT(out.str(), HasSubstr("tp=1,cp=1,ep=1,dp=64,pp=1,etp=1  wants "));
+  EXPECT_THAT(nearest_text(plans.back().plan, devices), HasSubstr("dp=64,pp=1,etp=1 wants least, "));
 }
 
 }  // namespace

@@ -229,6 +229,21 @@ TEST(PlanEngines, EveryRankOfAnEngineReadsItsPart) {
   EXPECT_NEAR(transfer(4, {.tp = 2, .pp = 2}), 2, 1e-9);  // eight halves from four ranks
   EXPECT_NEAR(transfer(2, {.tp = 2, .dp = 2}), 1, 1e-9);  // an engine to each copy
   EXPECT_EQ(plan_of_pairs(work, one_second_a_step(), {.tp = 2, .dp = 2, .pp = 2}).engines->sources, 4);
+  EXPECT_EQ(plan_of_pairs(work, one_second_a_step(), {.tp = 2, .dp = 2}).engines->sources, 1);  // all from its like
+  EXPECT_EQ(plan_of_pairs(work, one_second_a_step(), {.tp = 4}).engines->sources, 4);
+}
+
+TEST(PlanEngines, AnEngineIsOnOneNode) {
+  Workload work = small_work();
+  work.engines = 1;
+  PlanDevices devices = devices_of(80 * kGiB);
+  devices.engine_node = 2;
+  EXPECT_TRUE(plan_of_pairs(work, devices).fits());
+  devices.engine_node = 1;
+  const LayoutPlan plan = plan_of_pairs(work, devices);
+  ASSERT_EQ(plan.problems.size(), 1U);
+  EXPECT_EQ(plan.problems.front(),
+            "an engine in tp=2,cp=1,ep=1,dp=1,pp=1,etp=1 cannot be: its 2 devices must share a node, which has 1");
 }
 
 TEST(PlanEngines, WithAsManyTensorRanksAsTrainingNothingIsComputedAgain) {
@@ -254,10 +269,14 @@ TEST(PlanEngines, ADeviceOfAnEngineHasItsPartTwice) {
   EXPECT_EQ(memory.weights, 2 * kHalf);
   EXPECT_EQ(memory.copy, 2 * kHalf);
   EXPECT_EQ(memory.cache, 5000 * 8 * 2 * 64 * 2);  // keys and values of half of the heads
-  // What the two map of each other's memory, and a chunk of weights on their way from the one rank that sends them.
+  // What the two map of each other's memory, and a chunk of weights on their way, whoever sends them; from a rank that
+  // has the same half they come to where they belong.
+  const auto exchange = [&](const Layout& layout) {
+    return plan_of_pairs(work, devices_of(80 * kGiB), layout, options).engines->memory.exchange;
+  };
   EXPECT_EQ(memory.exchange, (int64_t{96} << 20) + (int64_t{32} << 20));
-  EXPECT_EQ(plan_of_pairs(work, devices_of(80 * kGiB), {.tp = 2, .dp = 2, .pp = 2}, options).engines->memory.exchange,
-            (int64_t{96} << 20) + 4 * (int64_t{32} << 20));
+  EXPECT_EQ(exchange({.tp = 2, .dp = 2, .pp = 2}), memory.exchange);
+  EXPECT_EQ(exchange({.tp = 2, .dp = 2}), int64_t{96} << 20);
 }
 
 // Router, attention and norms are whole or in halves; experts are whole on each rank, or half of them each.
@@ -276,6 +295,9 @@ TEST(PlanEngines, ExpertsAreSplitByTheirOwnNumberOfRanks) {
   const LayoutPlan split = plan({.tp = 2, .ep = 2});
   EXPECT_EQ(split.engines->memory.weights, 2 * (kRest + 4 * 8 * kExpert));
   EXPECT_GT(split.engines->exchanges, plan({.tp = 2}).engines->exchanges);  // rows go to them and back
+  // Experts split otherwise than training's are gathered.
+  EXPECT_EQ(plan({.tp = 2, .ep = 2}, {.tp = 2, .ep = 2}).engines->sources, 1);
+  EXPECT_EQ(plan({.tp = 2, .ep = 2}, {.tp = 2, .ep = 4, .dp = 2}).engines->sources, 4);
   // Blocks are training's: with as many tensor ranks no bit differs.
   EXPECT_EQ(plan({.tp = 2, .ep = 2}, {.tp = 2, .ep = 16, .dp = 8}).time.previous, 0);
   EXPECT_TRUE(plan({.tp = 2, .ep = 2}, {}, 2).fits());
