@@ -15,6 +15,7 @@
 #include "trainer/algorithms/engine_layout.h"
 #include "trainer/algorithms/engine_process.h"
 #include "trainer/algorithms/grpo.h"
+#include "trainer/bench/shapes.h"
 #include "trainer/parallel/device.h"
 #include "trainer/telemetry/phases.h"
 #include "trainer/tokenizer/tokenizer.h"
@@ -82,6 +83,15 @@ void check_options(const StepBenchOptions& options, int world) {
   }
   if (options.gradient_dtype != "float32") fail_user("--gradient-dtype is float32 with --engines");
   if (options.early_gradients) fail_user("--early-gradients is for generation on the same device, without --engines");
+}
+
+// Whether engines can split the model so, before any process of the run begins.
+void check_engine(const StepBenchOptions& options, const Layout& training) {
+  const ModelShape shape = find_shape(options.common.shape, options.common.layers).shape();
+  Config config;
+  config.policy.generation.tensor_parallel_size = options.engine_tp;
+  if (const auto problem = engine_problem(config, shape, options.common.shape, training))
+    fail_user(replace_all(*problem, "policy.generation.tensor_parallel_size", "--engine-tp"));
 }
 
 // The configuration of the run.
@@ -238,6 +248,7 @@ nlohmann::json bench_step_with_engines(const StepBenchOptions& options, const Re
   check_options(options, rendezvous.world_size);
   const int actors = rendezvous.world_size - static_cast<int>(processes_of_engines(options));
   const Layout training = options.common.layout(actors);
+  check_engine(options, training);
   prepare_devices({rendezvous.rank < actors ? training : Layout{.tp = options.engine_tp}});
   const Target target = resolve(options.common);
   const RolloutLengths lengths = step_lengths(options);

@@ -219,6 +219,7 @@ void add_step(CLI::App& bench, CommandContext& context) {
         bench::bench_step_with_engines(*o, rendezvous_from_environment(o->collective_timeout_s), std::cout);
         return 0;
       }
+      if (o->engine_tp > 1) fail_user("--engine-tp is for --engines, of which there are none");
       o->on_stuck = rendezvous_from_environment(o->collective_timeout_s).on_stuck;
       return on_ranks(o->common, o->collective_timeout_s,
                       [&](ParallelContext& ranks) { bench::bench_step(*o, ranks, std::cout); });

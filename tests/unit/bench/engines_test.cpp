@@ -123,6 +123,9 @@ TEST(EnginesBench, WhatItHasNoUseForIsRefused) {
   EXPECT_MENTIONS(refusal(options, 1), "needs as many processes and one that trains");
   options.engine_tp = 2;
   EXPECT_MENTIONS(refusal(options), "--engines 1 of --engine-tp 2 needs as many processes");
+  options.engine_tp = 3;
+  EXPECT_MENTIONS(refusal(options, 4),
+                  "--engine-tp 3: an engine cannot split the model of tiny so: tp 3 does not divide");
   options = small_step_apart();
   options.common.tp = 2;
   EXPECT_MENTIONS(refusal(options), "--tp 2 times --cp 1 times --pp 1 does not divide the 1 ranks");
