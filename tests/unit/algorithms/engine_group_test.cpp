@@ -107,13 +107,14 @@ TEST_F(EngineGroupTest, TurnsComeInOrderAndOrdersHaveAnswersOfAll) {
                     "own");
     group.give_sign_of_life();
     EXPECT_TRUE(group.order(of_kind(EngineMessage::kRelease)));
-    group.tell(of_kind(EngineMessage::kEnd));
+    group.end("");
   };
   const auto follower = [](EngineGroup& group) {
     std::thread orders([&] {
       for (;;) {
         const EngineMessage order = group.next_order();
         if (order.kind == EngineMessage::kAlive) continue;
+        if (order.kind == EngineMessage::kEnd) return;
         EngineMessage answer = of_kind(EngineMessage::kDone);
         if (order.number == 2 && group.rank() == 1) answer.kind = EngineMessage::kGone;
         if (order.kind == EngineMessage::kReceive && group.rank() == 2) {
@@ -122,7 +123,6 @@ TEST_F(EngineGroupTest, TurnsComeInOrderAndOrdersHaveAnswersOfAll) {
                     .text = "rank 2 broke"};
         }
         group.answer_order(answer);
-        if (order.kind == EngineMessage::kRelease) return;
       }
     });
     EXPECT_EQ(group.next_turn().number, 3);
@@ -150,8 +150,28 @@ TEST_F(EngineGroupTest, WhoseLeaderHasGoneHearsItAndItsWaitsCanBeEnded) {
   run(
       2, [&](EngineGroup& group) { EXPECT_MENTIONS(error_of([&] { group.be_still(); }), "rank 1 of engine"); },
       [&](EngineGroup& group) {
-        group.cancel();
+        group.cancel_turns();
         EXPECT_NE(error_of([&] { (void)group.next_turn(); }), "");
+      });
+}
+
+// An answer that comes late would be taken for that of the next order.
+TEST_F(EngineGroupTest, BehindAnOrderWhoseAnswersDidNotComeThereIsNone) {
+  std::promise<void> gone;
+  run(
+      2,
+      [&](EngineGroup& group) {
+        gone.get_future().wait();
+        bool beside = false;
+        EXPECT_NE(error_of([&] { (void)group.order(of_kind(EngineMessage::kPin), [&] { beside = true; }); }), "");
+        EXPECT_TRUE(beside) << "what is let go here must be let go";
+        EXPECT_MENTIONS(error_of([&] { group.give_sign_of_life(); }), "has failed before");
+        group.end("why");  // on lines that carry nothing any more
+      },
+      [&](EngineGroup& group) {
+        group.cancel_orders();
+        EXPECT_NE(error_of([&] { (void)group.next_order(); }), "");
+        gone.set_value();
       });
 }
 
