@@ -192,8 +192,10 @@ void EngineGroup::give_sign_of_life() {
   send_order({.kind = EngineMessage::kAlive, .text = {}});
 }
 
-// On a line that has failed nobody waits any more.
+// On both lines: who sees one of them close first would take it for the leader's death. On one that has failed nobody
+// waits any more.
 void EngineGroup::end(const std::string& why) {
+  cancel_orders_.reset();  // whose waits have ended
   const EngineMessage message{.kind = EngineMessage::kEnd, .text = why};
   for (Lines& line : lines_) {
     for (LinkPair* pair : {line.turns.get(), line.orders.get()}) {

@@ -80,7 +80,7 @@ class EngineGroup final : public EngineFollowers {
   // none behind one whose answers did not all come, which throw Error(kUnavailable).
   bool order(const EngineMessage& order, const std::function<void()>& meanwhile = {});
   void give_sign_of_life();
-  // To all lines that still carry. The last call of a leader.
+  // To all lines that still carry. The last call of a leader, when no other is under way.
   void end(const std::string& why);
 
   // Of a follower. Wait for the leader as long as it lives; an order for some minutes.
