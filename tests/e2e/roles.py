@@ -146,7 +146,7 @@ def engine_of_two_ranks(records):
          f"pods made: {records.made_pods(name)}")
     topology = [json.loads(o["data"]["topology.json"])
                 for _, kind, o in records.configmaps.of(f"{name}-topology-a1") if kind == "ADDED"]
-    need({"name": "generation", "replicas": 1, "processesPerPod": 2, "engine": {"tp": 2, "ep": 1}}
+    need({"name": "generation", "replicas": 1, "processesPerPod": 2, "engine": {"tp": 2}}
          in topology[0]["roles"], f"topology {topology}")
     return equal_bits(name)
 
