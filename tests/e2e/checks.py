@@ -1,7 +1,7 @@
 """The operator and the trainer on a live cluster. checks.py [GROUP...]: started by run.sh.
 
-Groups: install, quickstart, faults, layouts, admission, gangs, neighbours, reports, roles-short, boards; all of them
-without arguments. And roles and examples, by name only."""
+Groups: install, quickstart, faults, layouts-short, admission, gangs, neighbours, reports, roles-short, boards; all of
+them without arguments. And layouts, roles and examples, by name only."""
 import sys
 
 from boards import boards
@@ -546,6 +546,18 @@ def stages_of_generation():
     return told[:200]
 
 
+def layouts(records, short):
+    check("a split model on two nodes: equal bits", split_run, records)
+    if not short:
+        check("kill -9 of one of its ranks: same weights", split_rank_killed, records)
+    stages = Stages(records)
+    check("two stages on two nodes: equal bits", stages.undisturbed)
+    check("kill -9 of a rank of a stage: same weights", stages.rank_killed)
+    if not short:
+        check("a stage's pod deleted: same weights", stages.stage_deleted)
+        check("a stage's node stopped: same weights", stages.stage_lost)
+
+
 def impossible_critic():
     job = small_job("bad")
     job["spec"]["roles"]["critic"] = {}
@@ -671,7 +683,7 @@ def gang_or_nothing(records):
 
 def main():
     groups = sys.argv[1:] or [
-        "install", "quickstart", "faults", "layouts", "admission", "gangs", "neighbours", "reports", "roles-short",
+        "install", "quickstart", "faults", "layouts-short", "admission", "gangs", "neighbours", "reports", "roles-short",
         "boards"
     ]
     if "install" in groups:
@@ -720,17 +732,8 @@ def main():
             ("time to live", faults.expired),
         ):
             check(name, function)
-    if "layouts" in groups:
-        check("a split model on two nodes: equal bits", split_run, records)
-        check("kill -9 of one of its ranks: same weights", split_rank_killed, records)
-        stages = Stages(records)
-        check("two stages on two nodes: equal bits", stages.undisturbed)
-        for name, function in (
-            ("kill -9 of a rank of a stage", stages.rank_killed),
-            ("a stage's pod deleted", stages.stage_deleted),
-            ("a stage's node stopped", stages.stage_lost),
-        ):
-            check(f"{name}: same weights", function)
+    if "layouts" in groups or "layouts-short" in groups:
+        layouts(records, short="layouts" not in groups)
     if "admission" in groups:
         for name, function in (
             ("an impossible layout is refused", impossible_layout),

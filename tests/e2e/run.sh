@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # run.sh [GROUP...]: operator and trainer on a real cluster that is made for it and taken down afterwards
-# (`make test-cluster`). Groups: README.md; without one, all but roles and examples.
+# (`make test-cluster`). Groups: README.md; without one, all but layouts, roles and examples.
 #   KEEP=1: the cluster stays; then REUSE=1 uses it again. ONLY=PATTERN: checks whose name matches.
 . "$(dirname "$0")/lib.sh"
 began=$SECONDS
