@@ -683,8 +683,8 @@ def gang_or_nothing(records):
 
 def main():
     groups = sys.argv[1:] or [
-        "install", "quickstart", "faults", "layouts-short", "admission", "gangs", "neighbours", "reports", "roles-short",
-        "boards"
+        "install", "quickstart", "faults", "layouts-short", "admission", "gangs", "neighbours", "reports",
+        "roles-short", "boards"
     ]
     if "install" in groups:
         if check("helm install: two replicas become ready", install):
