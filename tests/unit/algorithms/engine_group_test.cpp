@@ -176,7 +176,7 @@ TEST_F(EngineGroupTest, BehindAnOrderWhoseAnswersDidNotComeThereIsNone) {
 }
 
 TEST_F(EngineGroupTest, AFollowerWhoseLeaderDoesNotComeNamesTheEngine) {
-  job_.timeout = Milliseconds(300);
+  job_.timeout = Milliseconds(5000);  // of every call of the store, too
   EXPECT_MENTIONS(error_of([&] { EngineGroup group(options(1, 2)); }),
                   "the first rank of engine engine-0 did not come");
 }
