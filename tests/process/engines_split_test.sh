@@ -23,20 +23,15 @@ layouts=(  # NAME RANKS OVERRIDES
 # In turn with training.
 for layout in "${layouts[@]}"; do
   set -- $layout
-  name=$1 ranks=$2; shift 2
-  check "$name on the same devices" "$TRIREME" launch --nproc-per-node "$ranks" -- \
-    $(split_args "$name" "$ranks" "$@")
-  out=$("$TRIREME" launch --nproc-per-node "$ranks" --engines 1 -- \
-    $(split_args "turn-$name" "$ranks" $apart "$@") 2>&1) && ok "$name, an engine" || bad "$name, an engine" "$out"
+  name=$1
+  in_turn "$name" "$2" "$apart" "${@:3}"
   said="generation has tp 1, training tp 2: .* a previous-log-prob pass runs every step"
   if [[ "$*" == *tensor_model* ]]; then
     check "turn-$name: other bits, and near" near "turn-$name" $steps
     grep -q "$said" <<<"$out" && ok "$name: says why log-probs have a pass of their own" || bad "$name: says why" "$out"
   else
-    check "turn-$name: equal bits of engine and loss" sound "turn-$name" $steps
-    grep -q "previous-log-prob pass" <<<"$out" && bad "$name: a pass that nobody needs" "$out" || ok "$name: no pass"
+    without_pass "$name"
   fi
-  equal "turn-$name" "$name" $steps
 done
 # More engines than one read from the same ranks, each in its own order.
 check "tp2pp2, three engines" "$TRIREME" launch --nproc-per-node 4 --engines 3 -- $(split_args three 4 $apart \

@@ -22,16 +22,9 @@ layouts=(  # NAME RANKS OVERRIDES
 )
 for layout in "${layouts[@]}"; do
   set -- $layout
-  name=$1 ranks=$2; shift 2
-  check "$name on the same devices" "$TRIREME" launch --nproc-per-node "$ranks" -- \
-    $(split_args "$name" "$ranks" "$@")
-  out=$("$TRIREME" launch --nproc-per-node "$ranks" --engines 1 -- \
-    $(split_args "turn-$name" "$ranks" $wide "$@") 2>&1) && ok "$name, an engine of two ranks" ||
-    bad "$name, an engine of two ranks" "$out"
-  check "turn-$name: equal bits of engine and loss" sound "turn-$name" $steps
-  grep -q "previous-log-prob pass" <<<"$out" && bad "$name: a pass that nobody needs" "$out" || ok "$name: no pass"
-  grep -q "on 2 x cpu, as engine 0" <<<"$out" && ok "$name: says how wide it is" || bad "$name: how wide" "$out"
-  equal "turn-$name" "$name" $steps
+  in_turn "$1" "$2" "$wide" "${@:3}"
+  without_pass "$1"
+  grep -q "on 2 x cpu, as engine 0" <<<"$out" && ok "$1: says how wide it is" || bad "$1: how wide" "$out"
 done
 check "two engines of two ranks" "$TRIREME" launch --nproc-per-node 2 --engines 2 -- $(split_args two 2 $wide $tp2)
 equal two tp2 $steps

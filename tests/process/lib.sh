@@ -93,6 +93,21 @@ weights() {
 equal() {  # NAME OTHER STEP
   [ "$(weights "$1" "$3")" = "$(weights "$2" "$3")" ] && ok "$1: the weights of $2" || bad "$1: the weights of $2"
 }
+# in_turn NAME RANKS ENGINE [overrides...]: a run of $steps steps on the same devices, and one in turn by an engine that
+# the overrides ENGINE ask for: the same weights. What the latter said is in $out.
+in_turn() {
+  local name=$1 ranks=$2 engine=$3; shift 3
+  check "$name on the same devices" "$TRIREME" launch --nproc-per-node "$ranks" -- \
+    $(split_args "$name" "$ranks" "$@")
+  out=$("$TRIREME" launch --nproc-per-node "$ranks" --engines 1 -- \
+    $(split_args "turn-$name" "$ranks" $engine "$@") 2>&1) && ok "$name, an engine" || bad "$name, an engine" "$out"
+  equal "turn-$name" "$name" "$steps"
+}
+# Of that engine's log-probs: they have the loss's bits, so no pass computes them again.
+without_pass() {
+  check "turn-$1: equal bits of engine and loss" sound "turn-$1" "$steps"
+  grep -q "previous-log-prob pass" <<<"$out" && bad "$1: a pass that nobody needs" "$out" || ok "$1: no pass"
+}
 # near NAME STEPS: log-probs with other bits than the loss's, and near: those of other weights are not.
 near() {
   python3 - "$dir/$1-logs/train.jsonl" "$2" <<'PY'

@@ -59,9 +59,8 @@ class EngineFollower final {
         synchronize(rank_.model().options().device);
         group_.answer_turn({.kind = EngineMessage::kDone, .text = {}});
         break;
-      case EngineMessage::kWeights: {
-        const std::lock_guard lock(mutex_);
-      }  // behind what the other thread has received
+      case EngineMessage::kWeights:
+        see_other_thread();
         rank_.receiver()->apply();
         engine_->weights_changed(turn.number, static_cast<KeptCache>(turn.flag));
         came_to(turn.number);
@@ -70,6 +69,9 @@ class EngineFollower final {
         throw Error(ErrorKind::kInternal, "an engine's leader says what no turn is");
     }
   }
+
+  // What one thread has received is there for the other, which takes it: each call behind the other's sees its writes.
+  void see_other_thread() { const std::lock_guard lock(mutex_); }
 
   void came_to(int64_t version) {
     {
@@ -118,7 +120,7 @@ class EngineFollower final {
         return pin(order) ? EngineMessage::kDone : EngineMessage::kGone;
       case EngineMessage::kReceive:
         rank_.receiver()->receive_pinned();
-        { const std::lock_guard lock(mutex_); }  // before the turn that takes it
+        see_other_thread();
         return EngineMessage::kDone;
       case EngineMessage::kRelease:
         rank_.receiver()->release();
