@@ -45,7 +45,7 @@ check "the same on the same devices" "$TRIREME" launch --nproc-per-node 4 -- \
 equal shared shared-here $steps
 
 # Exact versions: a run is repeatable. In flight: no token is older than it may be, and each has its weights' bits.
-async="$apart policy.generation.max_running_samples=4 grpo.async_grpo.lease_timeout_s=3 grpo.async_grpo.enabled=true
+async="$apart policy.generation.max_running_samples=4 grpo.async_grpo.enabled=true
   loss_fn.use_importance_sampling_correction=true"
 pp2="$m.pipeline_model_parallel_size=2"
 check "exact versions, stages" "$TRIREME" launch --nproc-per-node 2 --engines 2 -- $(split_args exact 2 $async $pp2)

@@ -20,18 +20,11 @@ for ranks in 1 2; do
     [ $ranks = 1 ] && equal $name one 6 || equal $name two 6
   done
 done
-# As pods of a manifest, the one that generates with two processes: each is an engine.
-manifest pods GRPO "actor: {}, generation: {processesPerPod: 2}" $(run_args pods $apart) >"$dir/pods.yaml"
-out=$("$TRIREME" run -f "$dir/pods.yaml" 2>&1); code=$?
-[ $code = 0 ] && grep -q "engine pods-generation-0-a1-0 has joined" <<<"$out" &&
-  grep -q "engine pods-generation-0-a1-1 has joined" <<<"$out" && ok "two engines of one pod" ||
-  bad "two engines of one pod: code $code" "$out"
-equal pods one 6
 
 # Exact versions: responses end early and late, and there are more of them than places.
 many="policy.generation.max_running_samples=4 policy.generation.max_new_tokens=24
   policy.generation.stop_token_ids=[$(seq -s , 200 219)]"
-async="$apart $many $quick grpo.async_grpo.enabled=true loss_fn.use_importance_sampling_correction=true"
+async="$apart $many grpo.async_grpo.enabled=true loss_fn.use_importance_sampling_correction=true"
 ages() {  # NAME STEPS WHAT (python, of the rows)
   python3 - "$dir/$1-logs/train.jsonl" "$2" "$3" <<'PY'
 import json, sys
@@ -123,13 +116,15 @@ direct check "one copy, in flight: tokens of two versions" until_seen direct-fli
 check "one copy: each has the bits of a packed forward of its weights" by_version direct-flight equal
 
 # Losses. In turn the weights say whether a group was lost or doubled.
-# A reward that takes its time keeps a run of a tiny model going for long enough to be disturbed.
-cat >"$dir/reward.sh" <<'SH'
-while read -r line; do echo "{\"reward\": 1}"; [ -z "$1" ] || sleep "$1"; done
-SH
-graded="env.command.enabled=true env.command.num_workers=1"
-slow="$apart $many $quick $graded env.command.command=[sh,$dir/reward.sh,'0.05']"
-"$TRIREME" $(run_args plain $many $graded "env.command.command=[sh,$dir/reward.sh]") >/dev/null 2>&1
+slow="$apart $many $quick $(paid 0.05)"
+"$TRIREME" $(run_args plain $many $(paid)) >/dev/null 2>&1
+# As pods of a manifest, the one that generates with two processes: each is an engine.
+manifest pods GRPO "actor: {}, generation: {processesPerPod: 2}" $(run_args pods $slow) >"$dir/pods.yaml"
+out=$("$TRIREME" run -f "$dir/pods.yaml" 2>&1); code=$?
+[ $code = 0 ] && grep -q "engine pods-generation-0-a1-0 has joined" <<<"$out" &&
+  grep -q "engine pods-generation-0-a1-1 has joined" <<<"$out" && ok "two engines of one pod" ||
+  bad "two engines of one pod: code $code" "$out"
+equal pods plain 6
 children() { pgrep -P "$1" -f " $2 --config" | sort -n; }
 wait_for() {  # FILE TEXT
   await 240 grep -q "$2" "$1" || bad "waiting for '$2'" "$(cat "$1")"
@@ -229,8 +224,8 @@ waits "no engine comes: code 20" "$missing (nobody has 32); no engine is there: 
   "$TRIREME" launch --master-port "$port" -- $(run_args none $still cluster.collective_timeout_s=5)
 # Its rewards come later than that; it goes on looking for them, and is not lost.
 waits "an engine brings nothing: code 20, and it is named" "$missing (engine-0 has [0-9]* of their samples" \
-  "$TRIREME" launch --engines 1 -- $(run_args late $still cluster.collective_timeout_s=20 $graded \
-  "env.command.command=[sh,$dir/reward.sh,'55']")
+  "$TRIREME" launch --engines 1 -- $(run_args late $still cluster.collective_timeout_s=20 \
+  $(paid 55))
 
 refused() {  # NAME SENTENCE COMMAND...
   local name=$1 sentence=$2 out; shift 2

@@ -43,17 +43,19 @@ check "turn-dp2: other bits, and near" near turn-dp2 $steps
 grep -q "generation has tp 2, training tp 1: .* a previous-log-prob pass runs every step" <<<"$out" &&
   ok "says why log-probs have a pass of their own" || bad "says why log-probs have a pass" "$out"
 equal turn-dp2 dp2 $steps
-# A pod of four processes is two engines.
+# A pod of four processes is two engines. Rewards that take their time keep the run going until both have joined.
+check "paid answers" "$TRIREME" launch --nproc-per-node 2 -- $(split_args paid 2 $tp2 $(paid))
 manifest pods GRPO "actor: {processesPerPod: 2, parallelism: {tp: 2}},
-  generation: {processesPerPod: 4, parallelism: {tp: 2}}" $(split_args pods 2 $apart $tp2) >"$dir/pods.yaml"
+  generation: {processesPerPod: 4, parallelism: {tp: 2}}" \
+  $(split_args pods 2 $apart $tp2 $(paid 0.05)) >"$dir/pods.yaml"
 out=$("$TRIREME" run -f "$dir/pods.yaml" 2>&1); code=$?
 [ $code = 0 ] && grep -q "engine pods-generation-0-a1-0 has joined" <<<"$out" &&
   grep -q "engine pods-generation-0-a1-1 has joined" <<<"$out" && ok "two engines of one pod" ||
   bad "two engines of one pod: code $code" "$out"
-equal pods tp2 $steps
+equal pods paid $steps
 
 # Steps that overlap.
-async="$wide policy.generation.max_running_samples=4 $quick grpo.async_grpo.enabled=true
+async="$wide policy.generation.max_running_samples=4 grpo.async_grpo.enabled=true
   loss_fn.use_importance_sampling_correction=true"
 check "exact versions" "$TRIREME" launch --nproc-per-node 2 --engines 2 -- $(split_args exact 2 $async $tp2)
 check "again, with one engine" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(split_args again 2 $async $tp2)

@@ -44,6 +44,14 @@ run_args() {
     policy.generation.max_new_tokens=12 env.format.enabled=true "env.format.pattern=(a|b|c|x|y|z|A|B|0|1|2|3)" \
     logger.prometheus.enabled=false logger.report=false cluster.collective_timeout_s=120 "$@"
 }
+# paid [SECONDS]: overrides of a reward by a program that takes so long for an answer. It keeps a run of a tiny model
+# going for long enough to be waited for, and disturbed.
+paid() {
+  [ -f "$dir/reward.sh" ] || cat >"$dir/reward.sh" <<'SH'
+while read -r line; do echo "{\"reward\": 1}"; [ -z "$1" ] || sleep "$1"; done
+SH
+  echo "env.command.enabled=true env.command.num_workers=1 env.command.command=[sh,$dir/reward.sh${1:+,'$1'}]"
+}
 # A model that four tensor ranks and four stages can share, and a run of four steps over them on CPU.
 make_split_fixture() {
   make_fixture

@@ -8,15 +8,9 @@ make_fixture
 # Responses end early and late, and a step has more of them than there are places: some are always under way.
 many="policy.generation.max_running_samples=10 policy.generation.max_new_tokens=24
   policy.generation.stop_token_ids=[$(seq -s , 200 219)]"
-apart="policy.generation.colocated.enabled=false $many ppo.async_ppo.lease_timeout_s=3"
+apart="policy.generation.colocated.enabled=false $many"
 async="ppo.async_ppo.enabled=true loss_fn.use_importance_sampling_correction=true"
 flight="$async ppo.async_ppo.in_flight_weight_updates=true"
-# A reward that takes its time keeps a run of a tiny model going for long enough to be waited for, and disturbed.
-cat >"$dir/reward.sh" <<'SH'
-while read -r line; do echo "{\"reward\": 1}"; [ -z "$1" ] || sleep "$1"; done
-SH
-graded="env.command.enabled=true env.command.num_workers=1"
-paid() { echo "$graded env.command.command=[sh,$dir/reward.sh${1:+,'$1'}]"; }  # SECONDS of a response
 
 equal() {  # NAME OTHER STEP
   [ "$(both "$1" "$3")" = "$(both "$2" "$3")" ] && ok "$1: both models of $2, bit for bit" ||

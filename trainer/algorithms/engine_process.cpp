@@ -70,8 +70,8 @@ class EngineProcess final {
   void bring_samples();
 
   void begin(LeasedWork work);
-  void finished(GeneratedGroup group);                         // on the host's thread
-  bool apply_when_idle(WorkClient& client, bool had_nothing);  // whether the weights are others now
+  void finished(GeneratedGroup group);       // on the host's thread
+  bool apply_when_idle(WorkClient& client);  // whether the weights are others now
   int64_t fetch(WorkClient& client, WeightsReply reply);
   int64_t receive(const WeightsReply& reply);
   bool pin_elsewhere(const WeightsReply& reply, int64_t version);
@@ -259,11 +259,11 @@ void EngineProcess::lease_work() {
       request.stall_s = stall_s_;
     }
     const bool idle = host_->unfinished() == 0 && request.places > 0;
-    const bool may_change = idle && !in_flight_;
     // It hears from its own engine, and not from the actor, when it can take the weights that it has beside it.
     const bool has_newer = !in_flight_ && request.fetched > request.version;
-    const bool in_line = may_change && receiver_->needs_stop() && request.version >= 0;  // first ones: follow_weights()
-    request.wait_ms = request.places > 0 && !has_newer && !in_line ? long_poll_.count() : 0;
+    const bool in_line = receiver_->needs_stop() && request.version >= 0;  // first ones: follow_weights()
+    request.may_change = idle && !in_flight_ && (has_newer || in_line);
+    request.wait_ms = request.places > 0 && (request.may_change || !has_newer) ? long_poll_.count() : 0;
     LeaseReply reply = client.lease(request);
     if (reply.over) {
       {
@@ -279,16 +279,15 @@ void EngineProcess::lease_work() {
     }
     const bool nothing = reply.runs.empty();
     for (LeasedWork& work : reply.runs) begin(std::move(work));
-    if (may_change && apply_when_idle(client, nothing)) continue;
-    if (request.places == 0 || (nothing && has_newer))
+    if (request.may_change && nothing && !reply.left && apply_when_idle(client)) continue;
+    if (request.places == 0 || (nothing && has_newer && !request.may_change))
       host_->wait_for_places(request.places, Deadline::after(long_poll_ / 4));
   }
 }
 
-// New weights of an engine that changes them only with nothing unfinished: now, when there was nothing more to begin
+// New weights of an engine that changes them only with nothing unfinished: now, when nobody has to begin anything more
 // with the present ones.
-bool EngineProcess::apply_when_idle(WorkClient& client, bool had_nothing) {
-  if (!had_nothing) return false;
+bool EngineProcess::apply_when_idle(WorkClient& client) {
   if (receiver_->needs_stop()) {  // they are received where they are read
     {
       const std::lock_guard lock(mutex_);
@@ -568,7 +567,9 @@ void EngineProcess::bring_samples() {
 
 void run_engine(const Config& config, const EngineProcessOptions& options) {
   if (!generates_elsewhere(config))
-    fail_user("trireme engine is for a run with policy.generation.colocated.enabled=false; this one's ranks generate");
+    fail_user(
+        "trireme engine is for a run with policy.generation.colocated.enabled=false; this one's ranks generate: set it "
+        "to false, or leave --engines out");
   if (options.rendezvous.master_port == 0)
     fail_user("trireme engine needs MASTER_ADDR and MASTER_PORT, where the run's first actor has its store");
   const int64_t ranks = engine_ranks(config);

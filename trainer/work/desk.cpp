@@ -247,13 +247,14 @@ LeaseReply Desk::lease(const LeaseRequest& request, Time now) {
     reply.runs.push_back(work_of_run(runs.front()));
   }
   if (empty_handed && !reply.runs.empty()) engine->moved = now;
+  reply.left = ledger_.leasable(request.version) > 0;
   return reply;
 }
 
-bool Desk::answers_now(const LeaseRequest& request) const {
+bool Desk::answers_now(const LeaseRequest& request, const LeaseReply& reply) const {
   const auto found = engines_.find(request.caller.engine);
   return over_ || found == engines_.end() || found->second.session != request.caller.session ||
-         found->second.fetched > request.fetched;
+         found->second.fetched > request.fetched || (request.may_change && !reply.left);
 }
 
 void Desk::check_samples(const GroupsRequest& request) const {

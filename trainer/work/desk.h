@@ -67,7 +67,7 @@ class Desk final {
   WeightsReply weights(const WeightsRequest& request, Time now);
   void leave(const LeaveRequest& request, Time now);
   // Whether an engine whose lease() gave nothing must hear of it at once: it has fetched weights meanwhile, say.
-  bool answers_now(const LeaseRequest& request) const;
+  bool answers_now(const LeaseRequest& request, const LeaseReply& reply) const;
 
   // Before it nothing is leased: the actor is not ready.
   void open() { open_ = true; }

@@ -42,7 +42,7 @@ LeaseReply SharedDesk::lease(const LeaseRequest& request, const std::function<bo
     // While the training thread trains, those who ask for work look for what others had.
     if (desk_.expire(SteadyClock::now())) changed_.notify_all();
     reply = desk_.lease(request, now);
-    return reply.known && !reply.over && reply.runs.empty() && !desk_.answers_now(request) && !stopped_ &&
+    return reply.known && !reply.over && reply.runs.empty() && !desk_.answers_now(request, reply) && !stopped_ &&
            !deadline.passed();
   };
   {

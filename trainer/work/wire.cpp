@@ -173,10 +173,11 @@ JoinReply parse_join_reply(std::string_view body) {
 }
 
 std::string to_body(const LeaseRequest& request) {
-  Json json = {{"places", request.places},   {"version", request.version},
-               {"fetched", request.fetched}, {"steps", request.steps},
-               {"wait_ms", request.wait_ms}, {"transfer_s", request.transfer_s},
-               {"stall_s", request.stall_s}, {"recomputed_rows", request.recomputed_rows}};
+  Json json = {{"places", request.places},        {"version", request.version},
+               {"fetched", request.fetched},      {"steps", request.steps},
+               {"wait_ms", request.wait_ms},      {"transfer_s", request.transfer_s},
+               {"stall_s", request.stall_s},      {"recomputed_rows", request.recomputed_rows},
+               {"may_change", request.may_change}};
   put(json, request.caller);
   return dump(json);
 }
@@ -193,6 +194,7 @@ LeaseRequest parse_lease_request(std::string_view body) {
   request.transfer_s = seconds(json, "transfer_s");
   request.stall_s = seconds(json, "stall_s");
   request.recomputed_rows = number(json, "recomputed_rows", 0, kMost);
+  request.may_change = flag(json, "may_change");
   if (request.fetched < request.version) fail_data("'fetched' is older than 'version'");
   return request;
 }
@@ -200,7 +202,7 @@ LeaseRequest parse_lease_request(std::string_view body) {
 std::string to_body(const LeaseReply& reply) {
   Json runs = Json::array();
   for (const LeasedWork& work : reply.runs) runs.push_back(to_json(work));
-  return dump({{"runs", std::move(runs)}, {"known", reply.known}, {"over", reply.over}});
+  return dump({{"runs", std::move(runs)}, {"left", reply.left}, {"known", reply.known}, {"over", reply.over}});
 }
 
 LeaseReply parse_lease_reply(std::string_view body) {
@@ -209,6 +211,7 @@ LeaseReply parse_lease_reply(std::string_view body) {
   const Json& runs = member(json, "runs");
   if (!runs.is_array() || static_cast<int64_t>(runs.size()) > kMaxWireRuns) fail_data("'runs' is no list of runs");
   for (const Json& run : runs) reply.runs.push_back(work_of(run));
+  reply.left = flag(json, "left");
   reply.known = flag(json, "known");
   reply.over = flag(json, "over");
   return reply;

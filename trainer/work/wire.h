@@ -49,6 +49,7 @@ struct LeaseRequest {
   int64_t fetched = -1;         // of those that it has beside them, or of these
   int64_t steps = 0;            // engine steps so far, and looks for rewards that are under way
   int64_t wait_ms = 0;          // how long the answer may take where nothing may begin
+  bool may_change = false;      // it takes newer weights next, unless samples are left for these: no wait without any
   double transfer_s = 0;        // of the last transfer of weights
   double stall_s = 0;           // that decoding stood still for it
   int64_t recomputed_rows = 0;  // so far
@@ -67,6 +68,9 @@ struct LeasedWork {
 };
 struct LeaseReply {
   std::vector<LeasedWork> runs;
+  // Samples that its weights may begin and that nobody has. An engine of one version stays with its weights till then:
+  // with an even share already in hand it is given none of them, and nobody else may have these weights any more.
+  bool left = false;
   bool known = true;  // false: its leases went back, since it was not heard of; it joins again
   bool over = false;  // the run has ended: it leaves
   bool operator==(const LeaseReply&) const = default;

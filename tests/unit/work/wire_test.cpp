@@ -26,11 +26,11 @@ TEST(Wire, EveryBodyReadsBackAsItself) {
   EXPECT_EQ(parse_join_request(to_body(join)), join);
   const JoinReply joined{2, "desk-1", 8, true, 3000};
   EXPECT_EQ(parse_join_reply(to_body(joined)), joined);
-  const LeaseRequest lease{kCaller, 5, 3, 4, 100, 2000, 0.5, 0.25, 7};
+  const LeaseRequest lease{kCaller, 5, 3, 4, 100, 2000, true, 0.5, 0.25, 7};
   EXPECT_EQ(parse_lease_request(to_body(lease)), lease);
   LeaseReply leased;
   leased.runs = {{11, 4, 2, 2, 66, {5, 6}, "what is \"1+1\"?\n", "2", {{"level", {1, 2}}}, {10, 12}}};
-  leased.over = true;
+  leased.left = leased.over = true;
   EXPECT_EQ(parse_lease_reply(to_body(leased)), leased);
   for (const auto result : {GroupsReply::Result::kCounted, GroupsReply::Result::kTooOld})
     EXPECT_EQ(parse_groups_reply(to_body(GroupsReply{result})).result, result);
