@@ -7,7 +7,6 @@
 
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,7 +19,9 @@ namespace {
 // Of /proc/PID/stat: "PID (NAME) STATE PARENT ...". The name may hold anything.
 pid_t parent_of(const std::filesystem::path& entry) {
   std::ifstream file(entry / "stat");
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  std::string text;
+  std::getline(file, text,
+               '\0');  // unlike an iterator it does not throw when the process has ended since it was opened
   const size_t name_end = text.rfind(')');
   if (name_end == std::string::npos || name_end + 4 >= text.size()) return -1;
   const size_t from = name_end + 4;

@@ -3,7 +3,9 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -14,6 +16,7 @@
 #include "base/error.h"
 #include "base/fs.h"
 #include "trainer/launch/once.h"
+#include "trainer/launch/orphans.h"
 #include "trainer/launch/reserved_port.h"
 #include "trainer/launch/run_manifest.h"
 
@@ -244,6 +247,24 @@ TEST(Launch, WhatARankLeavesBehindIsEndedAfterASuccessToo) {
   const std::string file = (dir.path() / "worker").string();
   EXPECT_EQ(launch(shell("setsid sleep 900 & echo $! > " + file, 1), nullptr).exit_code, 0);
   EXPECT_EQ(::kill(static_cast<pid_t>(std::stol(read_file(file))), 0), -1) << "the worker is still there";
+}
+
+// Of all processes of the machine it reads whose child they are; one may end between two reads.
+TEST(Launch, ProcessesThatEndWhileTheyAreLookedAtAreNoFailure) {
+  std::vector<pid_t> strangers;
+  for (int i = 0; i < 2; ++i) {
+    strangers.push_back(::fork());
+    if (strangers.back() == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      ::execlp("sh", "sh", "-c", "while :; do /bin/true; done", nullptr);
+      ::_exit(127);
+    }
+  }
+  for (const Deadline deadline = Deadline::after(Milliseconds(3000)); !deadline.passed();) const Orphans looks;
+  for (const pid_t stranger : strangers) {
+    ::kill(stranger, SIGKILL);
+    ::waitpid(stranger, nullptr, 0);
+  }
 }
 
 TEST(Launch, WhoIsKilledAfterAFailureIsNamedButIsNotTheCause) {
