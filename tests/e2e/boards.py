@@ -149,7 +149,7 @@ def live_run(records, prometheus, results_out):
     wait_step("charted", 30)
     job = records.wait_end("charted")
     need(job["status"]["attempt"] == 2, f"attempt {job['status']['attempt']}")
-    time.sleep(3)  # the last scrape and evaluation
+    time.sleep(8)  # the last scrapes, of which some may be late, and the rules' evaluation
     results_out["window"] = (begin, time.time())
     return f"{len(prometheus.query_range('up', begin, time.time()))} targets scraped"
 

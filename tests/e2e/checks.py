@@ -171,11 +171,12 @@ def quickstart_tidy(records):
     """What an attempt needed goes with its end; what ended well keeps its logs."""
     gone = lambda: not [s for s in kube.list("services") if s["metadata"]["name"].startswith("quickstart-")]
     wait("the attempt's Service to go", gone)
-    need(not [c for c in kube.list("configmaps") if c["metadata"]["name"].startswith("quickstart-")],
-         "its ConfigMap is still there")
+    wait("its ConfigMap to go", lambda: not [
+        c for c in kube.list("configmaps") if c["metadata"]["name"].startswith("quickstart-")])
     need(len(kube.list("pods", selector="trireme.dev/job=quickstart")) == 2, "the logs of the pods are gone")
     for reason in ("Accepted", "Starting", "Running", "Complete"):
-        need(reason in records.reasons("quickstart"), f"no event {reason}: {records.reasons('quickstart')}")
+        wait(f"the event {reason}", lambda: reason in records.reasons("quickstart"), 60,
+             lambda: records.reasons("quickstart"))
 
 
 def leaves_nothing(records, name):
@@ -383,7 +384,7 @@ class Faults:
         return f"a leader {renewed[0] - begin - 18:.1f} s after the 18 s"
 
     def hang(self):
-        self.begin("stuck", health={"heartbeatTimeoutSeconds": 20})
+        self.begin("stuck", health={"heartbeatTimeoutSeconds": 40})
         kill(rank_process("stuck-actor-1-a1"), signal.SIGSTOP)
         status = self.end("stuck", 2, 1, 0, "Hung")
         need(not status["lastFailure"].get("logTail"), f"lastFailure {status['lastFailure']}")

@@ -67,13 +67,14 @@ class Kube:
         return http.client.HTTPSConnection(self.host.hostname, self.host.port, context=self.context, timeout=timeout)
 
     def raw(self, method, path, body=None, content_type="application/json"):
-        """Status and text. A connection that the server closed meanwhile is opened again once, for reading only."""
+        """Status and text. Reading goes over a connection that is kept, and is asked again over a new one where the
+        server has closed it meanwhile; what changes something has a new connection, and is sent once."""
         payload = None if body is None else body if isinstance(body, str) else json.dumps(body)
-        for last in (method != "GET", True):
-            connection = getattr(self.local, "connection", None)
-            fresh = connection is None
-            if fresh:
-                connection = self.local.connection = self.connect()
+        kept = getattr(self.local, "connection", None)
+        if kept and method != "GET":
+            kept.close()
+        for connection in ([kept] if kept and method == "GET" else []) + [self.connect()]:
+            self.local.connection = connection
             try:
                 connection.request(method, path, payload, {"Content-Type": content_type, "Accept": "application/json"})
                 response = connection.getresponse()
@@ -81,14 +82,8 @@ class Kube:
             except (OSError, http.client.HTTPException):
                 connection.close()
                 self.local.connection = None
-                if last and fresh:
+                if connection is not kept:
                     raise
-                if not fresh:
-                    connection = self.local.connection = self.connect()
-                    connection.request(method, path, payload,
-                                       {"Content-Type": content_type, "Accept": "application/json"})
-                    response = connection.getresponse()
-                    return response.status, response.read().decode()
         raise AssertionError("unreachable")
 
     def call(self, method, path, body=None, content_type="application/json"):

@@ -168,9 +168,9 @@ def reports_cut(records):
 
 
 def slow_clients(records):
-    """For 30 s every node has 100 slow connections and junk at the status Service; the limit of a silent run is 20 s.
+    """For 30 s every node has 100 slow connections and junk at the status Service; the limit of a silent run is 40 s.
     No report comes so late that the run is restarted or called silent, and the leader stays."""
-    begin("reporting", steps=10 * LONG, health={"heartbeatTimeoutSeconds": 20})
+    begin("reporting", steps=10 * LONG, health={"heartbeatTimeoutSeconds": 40})
     reported = lambda: (status_of("reporting").get("progress") or {}).get("step", 0)
     first = wait("a report", reported, 180)
     leads, starts = leader(), operator_starts()

@@ -158,8 +158,7 @@ def each_lost(records):
     wait_step(name, 3)
     told = []
     for role, rank, word in (("generation", 0, "trireme engine"), ("generation", 1, None), ("reward", 0, "perl")):
-        before = ready(name, role, rank)
-        need(before, f"{role} {rank} is not ready: {newest(name, role, rank)}")
+        before = wait(f"{role} pod {rank}", lambda: ready(name, role, rank), 120)
         old = before["metadata"]["name"]
         if word:
             found = wait(f"the program of {old}", lambda: processes(before, word))
@@ -280,7 +279,8 @@ def too_few(records):
     submit(job, like="roles")
     wait_step(name, 2)
     for rank in (0, 1):
-        kill(wait("the engine", lambda: processes(ready(name, "generation", rank), "trireme engine"))[-1])
+        there = wait(f"generation pod {rank}", lambda: ready(name, "generation", rank), 120)
+        kill(wait("the engine", lambda: processes(there, "trireme engine"))[-1])
     status = records.wait_phase(name, ("Failed", "Complete"), 180)["status"]
     need(status["phase"] == "Failed" and status["lastFailure"]["reason"] == "TooFewGenerationPods",
          f"{status['phase']}, lastFailure {status.get('lastFailure')}")

@@ -1,6 +1,7 @@
 """What the checks of a live cluster share: the table of results, jobs and their volumes, processes of pods."""
 import copy
 import hashlib
+import http.client
 import json
 import os
 import pathlib
@@ -71,14 +72,23 @@ def kubectl(*arguments, ok=True, **options):
 
 
 def wait(what, condition, seconds=180, seen=lambda: ""):
-    """Polls for something that stays true once it is; what is `seen` instead is told."""
+    """Polls for something that stays true once it is; what is `seen` instead is told. A server that does not answer
+    just then is asked again."""
     end = time.monotonic() + seconds
     while True:
-        value = condition()
+        value, trouble = None, ""
+        try:
+            value = condition()
+        except (OSError, http.client.HTTPException) as error:
+            trouble = repr(error)
+        except ApiError as error:
+            if error.status < 500 and error.status != 429:
+                raise
+            trouble = repr(error)
         if value:
             return value
         if time.monotonic() >= end:
-            raise AssertionError(f"{what}: not within {seconds} s {seen()}")
+            raise AssertionError(f"{what}: not within {seconds} s {seen()} {trouble}")
         time.sleep(0.1)
 
 

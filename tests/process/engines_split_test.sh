@@ -77,11 +77,10 @@ equal ppo-turn-tp2 ppo-tp2 4
 
 # The only engine dies, or its transfer is cut, between the parts: phases are counted from its start, and each transfer
 # has one beginning. The run needs what it had, and the one that is started again.
-quick="grpo.async_grpo.lease_timeout_s=3"
 for fault in kill@2:fetching kill@2:transfer kill@2:applying kill@3:generation cut@2; do
   name="fault-${fault//[@:]/-}"
   out=$(TRIREME_ENGINE_FAULT=$fault "$TRIREME" launch --nproc-per-node 2 --engines 1 -- \
-    $(split_args "$name" 2 $apart $quick $pp2) 2>&1) && ok "$fault: the run goes on" || bad "$fault" "$out"
+    $(split_args "$name" 2 $apart $pp2) 2>&1) && ok "$fault: the run goes on" || bad "$fault" "$out"
   grep -q "on purpose" <<<"$out" && ok "$fault: it happened" || bad "$fault: nothing happened" "$out"
   equal "$name" pp2 $steps
 done
@@ -89,12 +88,12 @@ done
 for rank in 0 1; do
   name="rank-$rank-killed"
   out=$(TRIREME_FAULT="kill@2:$rank:training" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- \
-    $(split_args "$name" 2 $apart $quick $pp2 $far_deadline) 2>&1)
+    $(split_args "$name" 2 $apart $pp2 $far_deadline) 2>&1)
   code=$?
   [ $code = 137 ] && grep -q "rank $rank failed first (signal 9" <<<"$out" && ok "rank $rank is killed" ||
     bad "rank $rank is killed: code $code" "$out"
   check "and the run goes on" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- \
-    $(split_args "$name" 2 $apart $quick $pp2)
+    $(split_args "$name" 2 $apart $pp2)
   equal "$name" pp2 $steps
 done
 finish

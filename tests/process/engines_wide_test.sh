@@ -13,7 +13,6 @@ m=policy.megatron_cfg
 size=policy.generation.tensor_parallel_size
 tp2="$m.tensor_model_parallel_size=2"
 wide="$apart $size=2"
-quick="grpo.async_grpo.lease_timeout_s=3"
 # In turn with training, by as many tensor ranks.
 layouts=(  # NAME RANKS OVERRIDES
   "tp2 2 $tp2"
@@ -77,7 +76,7 @@ done
 for fault in kill@2:fetching kill@2:transfer kill@2:applying kill@3:generation cut@2; do
   name="fault-${fault//[@:]/-}"
   out=$(TRIREME_ENGINE_FAULT=$fault "$TRIREME" launch --nproc-per-node 2 --engines 1 -- \
-    $(split_args "$name" 2 $wide $quick $tp2) 2>&1) && ok "$fault: the run goes on" || bad "$fault" "$out"
+    $(split_args "$name" 2 $wide $tp2) 2>&1) && ok "$fault: the run goes on" || bad "$fault" "$out"
   grep -q "on purpose" <<<"$out" && ok "$fault: it happened" || bad "$fault: nothing happened" "$out"
   equal "$name" tp2 $steps
 done
@@ -85,8 +84,8 @@ done
 signalled() {
   local name=$1 signal=$2 pid
   "$TRIREME" launch --nproc-per-node 2 --engines 1 -- \
-    $(split_args "$name" 2 $wide $quick $tp2 $far_deadline grpo.max_num_steps=12) >"$dir/out" 2>&1 & pid=$!
-  await 120 grep -q '"step":2' "$dir/$name-logs/train.jsonl" ||
+    $(split_args "$name" 2 $wide $tp2 $far_deadline grpo.max_num_steps=12) >"$dir/out" 2>&1 & pid=$!
+  await 240 grep -q '"step":2' "$dir/$name-logs/train.jsonl" ||
     { bad "$name: no second step" "$(cat "$dir/out")"; return; }
   local follower
   for follower in $(children_of $pid); do
@@ -104,11 +103,11 @@ equal follower-killed longer 12
 # A rank that sends dies: the engine leaves by itself, all of it.
 name=sender-killed
 out=$(TRIREME_FAULT="kill@2:1:training" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- \
-  $(split_args $name 2 $wide $quick $tp2 $far_deadline) 2>&1)
+  $(split_args $name 2 $wide $tp2 $far_deadline) 2>&1)
 code=$?
 [ $code = 137 ] && grep -q "rank 1 failed first (signal 9" <<<"$out" && ok "a rank that sends is killed" ||
   bad "a rank that sends is killed: code $code" "$out"
-check "and the run goes on" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(split_args $name 2 $wide $quick $tp2)
+check "and the run goes on" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(split_args $name 2 $wide $tp2)
 equal $name tp2 $steps
 
 # Mistakes.

@@ -220,6 +220,4 @@ print(*(f"{row[key]:.3g}" for key in ("train/reward", "train/mean_generation_len
         if key in row))' "$dir/$1-logs/train.jsonl"
 }
 # Processes whose parent this one is.
-children_of() {
-  awk -v parent="$1" '$1 == "Pid:" {pid = $2} $1 == "PPid:" && $2 == parent {print pid}' /proc/[0-9]*/status 2>/dev/null
-}
+children_of() { pgrep -P "$1"; }

@@ -25,6 +25,8 @@ ReservedPort::ReservedPort() {
     address.ss_family = AF_INET;
     length = sizeof(sockaddr_in);
   }
+  const int yes = 1;
+  ::setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
   auto* any = reinterpret_cast<sockaddr*>(&address);
   if (fd_ < 0 || ::bind(fd_, any, length) != 0 || ::getsockname(fd_, any, &length) != 0) {
     const int code = errno;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <thread>
 
 #include "api/runtime.h"
@@ -176,7 +177,8 @@ Subprocess start_pod(const RLJob& job, const LocalRole& role, const PodPlace& pl
 }
 
 struct LocalPods {
-  std::vector<Subprocess> ranks;  // of the actor and the critic: each is needed, and their ends are the run's
+  std::unique_ptr<ReservedPort> work_port;  // of actor 0, which binds it when its model is loaded
+  std::vector<Subprocess> ranks;            // of the actor and the critic: each is needed, and their ends are the run's
   std::vector<std::string> names;
   std::vector<Subprocess> generation;
   std::vector<Subprocess> reward;
@@ -187,8 +189,11 @@ LocalPods start_pods(const RLJob& job, const std::vector<LocalRole>& roles) {
   place.master_address = "127.0.0.1";
   const ReservedPort reserved;  // the first pod, whose rank 0 listens, has its socket
   place.master_port = reserved.port();
-  if (job.spec.roles.generation) place.work_port = ReservedPort().port();  // free now; actor 0 binds it itself
   LocalPods pods;
+  if (job.spec.roles.generation) {
+    pods.work_port = std::make_unique<ReservedPort>();
+    place.work_port = pods.work_port->port();
+  }
   int64_t gpus = 0;
   for (const LocalRole& role : roles) {
     std::vector<Subprocess>& started = role.name == "generation" ? pods.generation

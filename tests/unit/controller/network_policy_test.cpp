@@ -308,9 +308,9 @@ TEST(NetworkPolicy, ARefusedOneHoldsThePodsBackAndIsSaid) {
     c.server.inject({.method = "POST", .path_part = "/networkpolicies", .status = status, .reason = why, .times = -1});
     c.start_operator();
     const ObjectKey job = c.add_job("quick");
-    ASSERT_TRUE(eventually([&] { return c.server.count("POST", "/networkpolicies") >= 3; }, Milliseconds(10000)));
+    ASSERT_TRUE(eventually([&] { return c.server.count("POST", "/networkpolicies") >= 3; }));
     EXPECT_EQ(c.phase(job), phase::kQueued);
-    EXPECT_EQ(c.job(job)["status"].value("waiting", ""), "NetworkPolicyRejected");
+    EXPECT_TRUE(eventually([&] { return c.job(job)["status"].value("waiting", "") == "NetworkPolicyRejected"; }));
     EXPECT_TRUE(c.pods().empty());
     c.server.clear_faults();
     EXPECT_TRUE(c.wait_phase(job, phase::kRunning));

@@ -198,6 +198,7 @@ TEST(Lifeline, TwoDeathsAtOnceAreBothNamed) {
 
 TEST(Lifeline, Rank0AndAnotherAtOnce) {
   Gang gang(3);
+  gang.settle = Milliseconds(3000);
   gang.start_all();
   gang.die(1);
   gang.die(0);

@@ -113,13 +113,13 @@ TEST(Attendance, ADeviceThatDoesNotComeToACollectiveIsNamedAndItsRankLeaves) {
 }
 
 TEST(Attendance, NobodyLeavesWhileTheDeviceMovesOn) {
-  TwoRanks job(Milliseconds(4000));  // less than all collectives take together, and five times one of them
+  TwoRanks job(Milliseconds(8000));  // less than all collectives take together, and five times one of them
   for (Rank& rank : job.ranks) rank.device.come = true;
   for (int64_t sequence = 1; sequence <= 7; ++sequence) {
     for (int r = 0; r < 2; ++r) job.queue(r, sequence);
     std::this_thread::sleep_for(Milliseconds(400));
     for (Rank& rank : job.ranks) rank.device.done = true;
-    std::this_thread::sleep_for(Milliseconds(400));
+    std::this_thread::sleep_for(Milliseconds(1200));  // longer than between two looks
     for (Rank& rank : job.ranks) rank.device.done = false;
   }
   for (Rank& rank : job.ranks) rank.device.done = true;

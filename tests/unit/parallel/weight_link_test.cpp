@@ -202,7 +202,7 @@ TEST(WeightLink, AnEngineThatStandsStillHoldsTheActorUntilTheDeadline) {
   std::promise<void> begun, released;
   std::shared_future<void> release = released.get_future().share();
   WeightLinkOptions options = job.actor();
-  options.deadline = kShort;
+  options.deadline = Milliseconds(5000);  // from before the transfer's beginning
   WeightSender sender(options, view_of(live));
   sender.publish(1);
   WeightLinkOptions of_engine = job.engine();
@@ -214,7 +214,7 @@ TEST(WeightLink, AnEngineThatStandsStillHoldsTheActorUntilTheDeadline) {
   WeightReceiver receiver(of_engine, view_of(there));
   sender.serve(0, "engine-0");
   auto fetched = beside([&] { return error_of([&] { receiver.fetch("engine-0", 0); }); });
-  begun.get_future().wait();
+  EXPECT_EQ(begun.get_future().wait_for(Milliseconds(60000)), std::future_status::ready);
   sender.retract();
   released.set_value();
   EXPECT_MENTIONS(fetched.get(), "from rank 0 to engine 0");

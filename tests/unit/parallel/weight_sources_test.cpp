@@ -173,7 +173,12 @@ TEST(WeightSources, ARankThatHasNotComeToTheVersionIsWaitedForAndTheOthersKeepTh
   ranks[1].serve(0, "engine-0");
   auto fetched = beside([&] { return receiver.fetch("engine-0", received()); });
   EXPECT_TRUE(goes_on(fetched));
+  // Until the engine has asked for them nobody keeps rank 0's: they are taken back at once.
   auto retracted = beside([&] { return ranks[0].retract(); });
+  for (int tries = 0; tries < 200 && !goes_on(retracted); ++tries) {
+    ranks.publish(0, 3);
+    retracted = beside([&] { return ranks[0].retract(); });
+  }
   EXPECT_TRUE(goes_on(retracted));
   ranks.publish(1, 3);
   EXPECT_EQ(fetched.get(), 3);
@@ -202,12 +207,12 @@ TEST(WeightSources, WeightsThatAreGoneAtOneRankAreLetBeAndTheNextOnesCome) {
 }
 
 TEST(WeightSources, WhoReadsFromAnotherRankGivesSignsOfLife) {
-  TwoRanks ranks([](int64_t, WeightLinkOptions& options) { options.silence = Milliseconds(1000); });
+  TwoRanks ranks([](int64_t, WeightLinkOptions& options) { options.silence = Milliseconds(4000); });
   const at::Tensor there = at::zeros_like(whole_model(0));
   std::promise<void> begun, released;
   std::shared_future<void> release = released.get_future().share();
   WeightLinkOptions options = ranks.engine();
-  options.silence = Milliseconds(1000);
+  options.silence = Milliseconds(4000);
   options.on_bytes = [&, once = std::make_shared<std::atomic<bool>>(true)](int64_t) {
     if (!once->exchange(false)) return;
     begun.set_value();
@@ -219,10 +224,10 @@ TEST(WeightSources, WhoReadsFromAnotherRankGivesSignsOfLife) {
   auto fetched = beside([&] { return receiver.fetch("engine-0", received()); });
   begun.get_future().wait();
   auto retracted = beside([&] { return ranks[1].retract(); });
-  EXPECT_EQ(retracted.wait_for(Milliseconds(3000)), std::future_status::timeout);
+  EXPECT_EQ(retracted.wait_for(Milliseconds(6000)), std::future_status::timeout);
   released.set_value();
   EXPECT_EQ(fetched.get(), 5);
-  EXPECT_GT(retracted.get(), 3);
+  EXPECT_GT(retracted.get(), 5);
   receiver.apply();
   EXPECT_TRUE(at::equal(there, whole_model(5)));
 }
@@ -245,11 +250,11 @@ TEST(WeightSources, AnEngineThatGivesNoSignHoldsTheWeightsForSoLongOnly) {
   const WeightView view{at::zeros_like(whole_model(0)), 1};
   WeightMessage ready = message_about(view, part_of(1, /*sent=*/false), WeightMessage::kReady, 5);
   ready.pins = 1;
+  const Stopwatch silent;
   send_message(pair, ready, deadline);
   EXPECT_EQ(receive_message(pair, deadline).kind, WeightMessage::kHeader);
-  const double waited = ranks[1].retract();
-  EXPECT_GT(waited, 0.5);
-  EXPECT_LT(waited, 60);
+  EXPECT_LT(ranks[1].retract(), 60);
+  EXPECT_GT(silent.seconds(), 1.4);
   EXPECT_MENTIONS(error_of([&] { (void)receive_message(pair, deadline); }), "has gone");
 
   // Another one is served as ever.

@@ -138,7 +138,7 @@ TEST(CommandReward, ACrashCostsOneResponse) {
 
 TEST(CommandReward, AHangCostsOneResponseWhenEachHasALimit) {
   RewardOptions options = shell_reward();
-  options.answer_timeout_s = 2;
+  options.answer_timeout_s = 8;  // a shell starts in it
   const auto results = make_reward(options)->score(responses({"a", "HANG", "b"}), long_deadline());
   EXPECT_EQ(results[0].reward, 0.5) << results[0].error;
   EXPECT_TRUE(results[1].failed);

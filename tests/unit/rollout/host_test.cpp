@@ -155,10 +155,10 @@ TEST_F(HostTest, WhatHasBegunIsWaitedForBeyondItsDeadline) {
           release.wait();
           ended = true;
         },
-        Deadline::after(Milliseconds(1000)));
+        Deadline::after(Milliseconds(5000)));
     return ended;
   });
-  begun.get_future().wait();
+  EXPECT_EQ(begun.get_future().wait_for(Milliseconds(60000)), std::future_status::ready);
   bool called = false;
   try {
     host_->between_steps([&](Engine&) { called = true; }, Deadline::after(Milliseconds(20)));
@@ -166,7 +166,7 @@ TEST_F(HostTest, WhatHasBegunIsWaitedForBeyondItsDeadline) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
   }
-  EXPECT_EQ(slow.wait_for(Milliseconds(1500)), std::future_status::timeout);
+  EXPECT_EQ(slow.wait_for(Milliseconds(6000)), std::future_status::timeout);
   released.set_value();
   EXPECT_TRUE(slow.get());
   host_->between_steps([](Engine&) {}, Deadline::after(Milliseconds(60000)));

@@ -102,13 +102,17 @@ TEST(TrackerQueue, OneThatHangsHoldsUpNeitherTheCallerNorTheOthers) {
   options.most_waiting = 3;
   TrackerQueue queue(list_of(std::make_unique<Stuck>(go), std::make_unique<Recorder>(seen, 0)), {}, options);
   for (int64_t step = 1; step <= 3; ++step) queue.log(step, {{"x", 1}});
-  for (int tries = 0; tries < 5000; ++tries) {
-    const std::lock_guard lock(seen.mutex);
-    if (seen.steps.size() == 3) break;
-    std::this_thread::sleep_for(Milliseconds(1));
-  }
+  const auto wait_for = [&](size_t steps) {
+    const auto recorded = [&] {
+      const std::lock_guard lock(seen.mutex);
+      return seen.steps.size();
+    };
+    for (int tries = 0; tries < 60000 && recorded() < steps; ++tries) std::this_thread::sleep_for(Milliseconds(1));
+  };
+  wait_for(3);
   queue.log(4, {{"x", 1}});  // the stuck one's oldest goes
-  queue.end(true);           // returns although one never ends
+  wait_for(4);
+  queue.end(true);  // returns although one never ends
   *go = true;
   const std::lock_guard lock(seen.mutex);
   EXPECT_THAT(seen.steps, ElementsAre(1, 2, 3, 4));
