@@ -8,7 +8,6 @@
 #include "base/error.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/ops/philox.h"
-#include "trainer/parallel/stage_links.h"
 #include "trainer/rollout/queue.h"
 
 namespace trireme {
@@ -33,18 +32,16 @@ class ReplicaQueue final : public SampleSource {
   int64_t places() const override { return queue_.places(); }
 
   std::vector<SampleSpan> take(int64_t room) override {
-    if (context_.generation().replica->size() == 1) return queue_.take(room);
+    const GenerationRanks& ranks = context_.generation();
+    if (ranks.replica->size() == 1) return queue_.take(room);
     std::vector<SampleSpan> spans;
     if (over_) return spans;
     std::string packed;
-    const GenerationRanks& ranks = context_.generation();
     if (ranks.leads()) {
       spans = queue_.take(room);
       packed.assign(reinterpret_cast<const char*>(spans.data()), spans.size() * sizeof(SampleSpan));
     }
-    StageLinks* links = ranks.links;
-    if (links == nullptr || links->stage() == 0) packed = ranks.tensor->all_gather_bytes(packed).front();
-    if (links != nullptr) packed = links->pass_on(packed);
+    packed = ranks.from_leader(packed);
     spans.resize(packed.size() / sizeof(SampleSpan));
     if (!spans.empty()) std::memcpy(spans.data(), packed.data(), packed.size());
     over_ = spans.empty();

@@ -155,6 +155,12 @@ void ParallelContext::set_generation(const Layout& layout) {
 
 bool GenerationRanks::leads() const { return replica->rank() == 0; }
 
+std::string GenerationRanks::from_leader(const std::string& own) const {
+  std::string said;
+  if (links == nullptr || links->stage() == 0) said = tensor->broadcast_bytes(own, 0);
+  return links == nullptr ? said : links->pass_on(said);
+}
+
 std::vector<std::string> GenerationRanks::from_leaders(const std::string& own) const {
   std::vector<std::string> parts;
   if (leads()) parts = leaders->all_gather_bytes(own);

@@ -31,6 +31,10 @@ struct GenerationRanks {
   int replicas = 1, number = 0;     // how many there are, which this one is
   bool apart = false;               // not training's
   bool leads() const;               // its first rank, the leader, speaks for it
+  // What this replica's leader says, on all of its ranks: on the tensor ranks beside it at once, on the other stages
+  // when they come to it. `own` counts on the leader. Collective over the replica, of stages at the same place among
+  // what they send each other.
+  std::string from_leader(const std::string& own) const;
   // What each leader says, on all ranks, in the order of replicas: between the leaders, then inside replicas. `own`
   // counts on one that leads. Collective.
   std::vector<std::string> from_leaders(const std::string& own) const;

@@ -706,11 +706,13 @@ int64_t Engine::unfinished_samples() const {
   return count;
 }
 
-bool Engine::somebody_unfinished() const {
-  if (!impl_->together()) return !idle();
-  // Tensor ranks count the same samples, which makes no difference. Of a pipeline each stage asks its own: those of a
-  // replica have the same unfinished samples at the same round, so all get the same answer.
-  return impl_->model.options().steps->all_reduce_sum(unfinished_samples()) > 0;
+bool Engine::somebody_unfinished() const { return largest_together(idle() ? 0 : 1) > 0; }
+
+int64_t Engine::largest_together(int64_t value) const {
+  if (!impl_->together()) return value;
+  // Of a pipeline each stage asks its own: those of a replica name the same at the same round, so all get the same
+  // answer.
+  return static_cast<int64_t>(impl_->model.options().steps->all_reduce_max(static_cast<double>(value)));
 }
 
 bool Engine::crowded() const {
@@ -749,13 +751,18 @@ void Engine::weights_changed(int64_t version, KeptCache kept) {
   }
 }
 
-std::vector<GeneratedGroup> Engine::suspend() {
-  TRIREME_CHECK(impl_->suspended.empty(), "samples were set aside twice");
+std::vector<GeneratedGroup> Engine::settle() {
   std::vector<Impl::Complete> complete;
   impl_->settle(*this, complete);
-  impl_->set_aside();
   std::vector<GeneratedGroup> result;
   for (auto& [order, group] : complete) result.push_back(std::move(group));
+  return result;
+}
+
+std::vector<GeneratedGroup> Engine::suspend() {
+  TRIREME_CHECK(impl_->suspended.empty(), "samples were set aside twice");
+  std::vector<GeneratedGroup> result = settle();
+  impl_->set_aside();
   return result;
 }
 

@@ -113,8 +113,8 @@ struct EngineStats {
 
 // Engines over a model whose experts are split step together: take_cache(), step() and run() are collective over
 // ModelOptions::steps, with rows of an engine's own or none. They take their caches before anything is submitted.
-// Before each step() all of them ask somebody_unfinished(), and step, or not, by its answer. Samples, stops and
-// preemption are each engine's own, or its replica's.
+// Before each step() all of them ask somebody_unfinished() or largest_together(), and step, or not, by its answer.
+// Samples, stops and preemption are each engine's own, or its replica's.
 //
 // Engines over a model with several stages (ModelOptions::links) are collective over the pipeline: the same submits and
 // steps on all stages. A stage is ahead of the next one by a turn of a lane or some. With split experts too each stage
@@ -143,6 +143,8 @@ class Engine final {
   int64_t unfinished_samples() const;
   // Of this engine or of one that it steps together with. Collective over these.
   bool somebody_unfinished() const;
+  // The largest of the values that this engine and those that it steps together with name. Collective over these.
+  int64_t largest_together(int64_t value) const;
   // In the last step a sample that could have begun found no room: prefill budget, cache rows or places. Of lanes: in
   // each of them.
   bool crowded() const;
@@ -159,9 +161,11 @@ class Engine final {
   // The weights are those of `version` from the next step on. Unfinished samples go on with them.
   void weights_changed(int64_t version, KeptCache kept = KeptCache::kNothing);
   int64_t weights_version() const;
-  // Takes the tokens that are under way, and sets all unfinished samples aside with the tokens they have: nothing is
-  // cached any more, and the engine is idle. Returns the groups that these tokens have completed. Of engines that step
-  // together or over stages, all.
+  // Takes the tokens that are under way, and returns the groups that these have completed. What is unfinished stays.
+  // Behind it the device does nothing for the engine, and the lines between stages are others' until the next step.
+  std::vector<GeneratedGroup> settle();
+  // settle(), and sets all unfinished samples aside with the tokens they have: nothing is cached any more, and the
+  // engine is idle. Of engines that step together or over stages, all do either behind the same step.
   std::vector<GeneratedGroup> suspend();
   // What was set aside goes on. Before anything else is submitted.
   void resume();
