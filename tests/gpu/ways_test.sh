@@ -65,6 +65,16 @@ if wanted carry; then
   told "with a reference model" rows carry-kl 6 "$older"
   check "carry-over on two devices" grpo carry-two "--nproc-per-node 2" $flight cluster.gpus_per_node=2
   told "on two devices" rows carry-two 6 "$older"
+  m=policy.megatron_cfg
+  for split in tensor pipeline; do
+    check "carry-over, $split ranks" grpo "carry-$split" "--nproc-per-node 2" $flight cluster.gpus_per_node=2 \
+      $m.enabled=true "$m.${split}_model_parallel_size=2"
+    told "$split ranks" rows "carry-$split" 6 "$older"
+    check "carry-over with kept keys, $split ranks" grpo "kept-$split" "--nproc-per-node 2" $flight \
+      cluster.gpus_per_node=2 $m.enabled=true "$m.${split}_model_parallel_size=2" \
+      grpo.async_grpo.recompute_kv_cache_after_weight_updates=false
+    told "kept keys, $split ranks" rows "kept-$split" 6 'sum(x["train/mixed_context_tokens"] for x in rows) > 0'
+  done
 fi
 
 if wanted engines; then

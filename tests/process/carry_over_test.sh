@@ -4,43 +4,24 @@
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 
-# Responses end early and late, and a step has more of them than there are places: some are always under way.
-carry="grpo.async_grpo.enabled=true grpo.async_grpo.in_flight_weight_updates=true
-  loss_fn.use_importance_sampling_correction=true policy.generation.max_running_samples=10
-  policy.generation.max_new_tokens=24
-  policy.generation.stop_token_ids=[$(seq -s , 200 219)]"
-
-# aged NAME STEPS WHAT: every step in order; tokens are of its weights or of the ones before, some are older, and what
-# WHAT (python, of the rows) says holds. Bits are those of tokens that the step's own weights drew: by_version looks at
-# the others.
-aged() {
-  python3 - "$dir/$1-logs/train.jsonl" "$2" "$3" <<'PY'
-import json, sys
-rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
-stale = sum(x["train/stale_tokens"] for x in rows)
-print(f"{len(rows)} steps, {stale:.0f} older tokens,",
-      [(x["train/max_trajectory_age"], x["train/spanning_samples"], x["train/mixed_context_tokens"]) for x in rows])
-whole = all(x["train/weight_version"] == s and x["train/max_trajectory_age"] <= 1 for s, x in enumerate(rows))
-equal = all(x["train/logprob_mismatch_tokens"] == 0 for x in rows)
-sys.exit(0 if len(rows) == int(sys.argv[2]) and stale > 0 and whole and equal and eval(sys.argv[3]) else 1)
-PY
-}
+carry=$(carry_args grpo async_grpo)
 
 check "carry-over on one rank" "$TRIREME" $(run_args one $carry $dumped)
-check "older tokens, no token with other bits" aged one 6 'all(x["train/mixed_context_tokens"] == 0 for x in rows)'
+check "older tokens, no token with other bits" aged one 6 \
+  'equal and all(x["train/mixed_context_tokens"] == 0 for x in rows)'
 check "each token has the bits of a packed forward of its weights, older ones too" by_version one equal
 check "the same on two ranks" "$TRIREME" launch --nproc-per-node 2 -- $(run_args two $carry)
-check "on two ranks too" aged two 6 'all(x["train/num_generated_samples"] == 32 for x in rows)'
+check "on two ranks too" aged two 6 'equal and all(x["train/num_generated_samples"] == 32 for x in rows)'
 check "ratio_from generation" "$TRIREME" $(run_args sampler $carry grpo.async_grpo.ratio_from=generation \
   loss_fn.use_importance_sampling_correction=false)
-check "without a pass" aged sampler 6 'True'
+check "without a pass" aged sampler 6 equal
 check "kept keys" "$TRIREME" $(run_args kept $carry $dumped \
   grpo.async_grpo.recompute_kv_cache_after_weight_updates=false)
-check "are marked and not compared" aged kept 6 'sum(x["train/mixed_context_tokens"] for x in rows) > 0'
+check "are marked and not compared" aged kept 6 'equal and sum(x["train/mixed_context_tokens"] for x in rows) > 0'
 check "have other bits than a packed forward: it would be noticed" by_version kept differ
 check "dynamic sampling" "$TRIREME" $(run_args dynamic $carry grpo.use_dynamic_sampling=true \
   grpo.dynamic_sampling_max_gen_batches=50)
-check "replaces groups at once" aged dynamic 6 'all(x["train/num_valid_samples"] == 32 for x in rows)'
+check "replaces groups at once" aged dynamic 6 'equal and all(x["train/num_valid_samples"] == 32 for x in rows)'
 
 # Killed at random points: no group is lost or doubled, so the data is where it would have been.
 "$TRIREME" $(run_args whole) >/dev/null 2>&1
@@ -49,7 +30,7 @@ for attempt in $(seq 1 12); do
   if [ "$attempt" -le 5 ]; then sleep "0.$((RANDOM % 900 + 100))"; kill -9 $pid 2>/dev/null; fi
   wait $pid 2>/dev/null && break
 done
-check "killed and resumed: every step once" aged killed 6 'True'
+check "killed and resumed: every step once" aged killed 6 equal
 prompts() {
   python3 -c 'import json,sys
 state = json.load(open(sys.argv[1]))["state"]
@@ -73,6 +54,4 @@ refused "with a forced ratio" "takes every ratio for 1" loss_fn.force_on_policy_
   grpo.async_grpo.ratio_from=generation policy.train_global_batch_size=32
 refused "with early gradients" "is for strictly on-policy steps" grpo.early_gradients=true
 refused "without the correction" "since older weights draw tokens" loss_fn.use_importance_sampling_correction=false
-refused "with tensor parallel ranks" "carry-over with a model that tensor" policy.megatron_cfg.enabled=true \
-  policy.megatron_cfg.tensor_model_parallel_size=2 cluster.gpus_per_node=2
 finish

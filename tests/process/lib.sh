@@ -137,6 +137,29 @@ print(ages, [x["train/logprob_mismatch_tokens"] for x in rows])
 sys.exit(0 if len(rows) == int(sys.argv[2]) and max(ages) <= 1 else 1)
 PY
 }
+# carry_args grpo|ppo async_grpo|async_ppo: overrides of carry-over. Responses end early and late, and a step of
+# run_args has more of them than there are places: some are always under way.
+carry_args() {
+  echo "$1.$2.enabled=true $1.$2.in_flight_weight_updates=true loss_fn.use_importance_sampling_correction=true
+    policy.generation.max_running_samples=10 policy.generation.max_new_tokens=24
+    policy.generation.stop_token_ids=[$(seq -s , 200 219)]"
+}
+# aged NAME STEPS WHAT: every step in order; tokens are of its weights or of the ones before, some are older, and what
+# WHAT (python, of the rows) says holds. `equal`: no token that the step's own weights drew has other bits; by_version
+# looks at the others.
+aged() {
+  python3 - "$dir/$1-logs/train.jsonl" "$2" "$3" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+stale = sum(x["train/stale_tokens"] for x in rows)
+print(f"{len(rows)} steps, {stale:.0f} older tokens,",
+      [(x["train/max_trajectory_age"], x["train/spanning_samples"], x["train/mixed_context_tokens"],
+        x["train/logprob_mismatch_tokens"]) for x in rows])
+whole = all(x["train/weight_version"] == s and x["train/max_trajectory_age"] <= 1 for s, x in enumerate(rows))
+equal = all(x["train/logprob_mismatch_tokens"] == 0 for x in rows)
+sys.exit(0 if len(rows) == int(sys.argv[2]) and stale > 0 and whole and eval(sys.argv[3]) else 1)
+PY
+}
 no_other_bits() {
   python3 -c 'import json, sys
 rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
@@ -157,15 +180,15 @@ PY
 }
 # Overrides of a run whose tokens by_version compares: a dump has a step's first optimizer step, here its only one.
 dumped="logger.dump_steps=[1,2,3,4,5,6] policy.train_global_batch_size=32"
-# by_version NAME equal|differ: each token of the steps that NAME dumped against a packed forward of the weights that
-# drew it, which its checkpoints have kept, by memcmp: all are equal, some of them drawn from older weights than their
-# step's; or one differs.
+# by_version NAME equal|differ [DUMPS [MODEL]]: each token of the DUMPS (6) that NAME has written against a packed
+# forward on one rank of the weights that drew it, MODEL's (model) or those that its checkpoints have kept, by memcmp:
+# all are equal, some of them drawn from older weights than their step's; or one differs.
 by_version() {
-  python3 - "$TRIREME" "$dir" "$1" "$2" <<'PY'
+  python3 - "$TRIREME" "$dir" "$1" "$2" "${3:-6}" "${4:-model}" <<'PY'
 import glob, re, subprocess, sys
-program, folder, name, wanted = sys.argv[1:]
+program, folder, name, wanted, written, model = sys.argv[1:]
 def replay(dump, version):
-    weights = f"{folder}/{name}/step_{version}/policy/weights" if version > 0 else f"{folder}/model"
+    weights = f"{folder}/{name}/step_{version}/policy/weights" if version > 0 else f"{folder}/{model}"
     done = subprocess.run([program, "replay", dump, "--model", weights], capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(done.stderr)
@@ -188,7 +211,8 @@ for dump in sorted(dumps):
     if wanted == "differ" and differing > 0:
         break
 print(f"{tokens} tokens of {len(dumps)} dumps, {older} of older weights, {differing} differ from their weights' bits")
-sys.exit(0 if len(dumps) == 6 and (differing > 0 if wanted == "differ" else older > 0 and differing == 0) else 1)
+right = differing > 0 if wanted == "differ" else older > 0 and differing == 0
+sys.exit(0 if len(dumps) == int(written) and right else 1)
 PY
 }
 # Logged values that may not depend on time.

@@ -59,7 +59,7 @@ RolloutSource::Step CarriedRollouts::collect(RankShares& shares, std::map<std::s
   counted_.clear();
   prompts_.collected(step.groups.back().number);
   values["train/recomputed_rows"] =
-      static_cast<double>(session_.context.world().all_reduce_sum(engine_.stats().recomputed_rows - recomputed));
+      static_cast<double>(sum_of_replicas(session_.context, engine_.stats().recomputed_rows - recomputed));
   const Ledger::Counts counts = carry_->ledger().counts();
   values["performance/ledger_groups_leased"] = static_cast<double>(counts.leased);
   values["performance/ledger_groups_complete"] = static_cast<double>(counts.complete);

@@ -13,12 +13,15 @@
 namespace trireme {
 namespace {
 
-constexpr int64_t kSiblings = 8;        // of a run where a group is spread over ranks: they share a prompt's prefill
+constexpr int64_t kSiblings = 8;        // of a run where replicas share a group: they share a prompt's prefill
 constexpr Milliseconds kPoll{2};        // between two looks at the counter
 constexpr int64_t kMostTickets = 4096;  // of a round; what is left comes in the next one
 
-LedgerOptions of_ranks(LedgerOptions options, int64_t ranks) {
-  options.run_samples = ranks == 1 ? 0 : std::min(options.samples_per_group, kSiblings);
+// What a replica wants ahead of an engine step, the strongest wish last.
+constexpr int64_t kNothing = 0, kToStep = 1, kToStop = 2;
+
+LedgerOptions of_replicas(LedgerOptions options, int64_t replicas) {
+  options.run_samples = replicas == 1 ? 0 : std::min(options.samples_per_group, kSiblings);
   return options;
 }
 
@@ -45,18 +48,30 @@ std::vector<T> take(std::string_view& bytes) {
 
 }  // namespace
 
+int64_t sum_of_replicas(ParallelContext& context, int64_t of_replica) {
+  return context.world().all_reduce_sum(context.generation().leads() ? of_replica : 0);
+}
+
 struct CarryOver::Round {
   std::string taken_key, done_key;
   int64_t wanted = 0;            // samples that the step misses
   std::set<int64_t> groups;      // they are of these
-  std::set<Place> counted;       // runs of this rank that are in the count of what has come
+  std::set<Place> counted;       // runs of this replica that are in the count of what has come
   std::vector<SampleSpan> rest;  // that was not dealt: ticket t is the run rest[t]
-  std::vector<int64_t> tickets;  // that this rank took
+  // Of a leader.
+  std::vector<int64_t> tickets;  // that it took
   bool rest_taken = false;       // by somebody
   int64_t done = 0;              // as last seen
   SteadyClock::time_point looked{};
   Deadline patience = Deadline::after(Milliseconds(0));
   double idle_seconds = 0;
+};
+
+// What the ranks of a replica do next.
+struct CarryOver::Turn {
+  bool over = false;             // the step is complete
+  bool steps = false;            // the engine, or one that it steps together with, has work
+  std::vector<int64_t> tickets;  // to begin
 };
 
 CarryOver::CarryOver(Engine& engine, const Tokenizer* tokenizer, RewardPool* rewards, ParallelContext& context,
@@ -67,12 +82,11 @@ CarryOver::CarryOver(Engine& engine, const Tokenizer* tokenizer, RewardPool* rew
       context_(context),
       timer_(timer),
       options_(std::move(options)),
-      ranks_(context.generation().replicas),
-      rank_(context.generation().number),
-      ledger_(of_ranks(options_.ledger, ranks_), options_.first_step, options_.first_group),
+      replicas_(context.generation().replicas),
+      replica_(context.generation().number),
+      leads_(context.generation().leads()),
+      ledger_(of_replicas(options_.ledger, replicas_), options_.first_step, options_.first_group),
       next_prompt_(options_.first_group) {
-  TRIREME_CHECK(context.generation().replica->size() == 1 && context.holders().size() == 1,
-                "carry-over of a model that generation splits over ranks");
   TRIREME_CHECK((rewards != nullptr && tokenizer != nullptr) || options_.drawn_rewards, "samples without rewards");
 }
 
@@ -131,6 +145,7 @@ void CarryOver::finished(std::vector<GeneratedGroup> groups) {
     TRIREME_CHECK(found != running_.end(), "the engine has finished a run that nobody began");
     const SampleSpan span = found->second;
     running_.erase(found);
+    if (!leads_) continue;
     const Prompt& prompt = prompts_.at(span.group);
     std::vector<Sample> samples;
     std::vector<RewardRequest> requests;
@@ -164,7 +179,7 @@ void CarryOver::tell_ready(const std::set<int64_t>& missing) {
     std::vector<Sample> copies(samples, samples + count);
     on_samples(copies);
   };
-  if (rank_ == 0) ledger_.visit_ready(tell);  // which all ranks have
+  if (leads_ && replica_ == 0) ledger_.visit_ready(tell);  // which all ranks have
   for (const auto& [span, samples] : rewarded_) tell(samples.data(), samples.size());
   for (const auto& [id, run] : unrewarded_) tell(run.second.data(), run.second.size());
   told_.merge(fresh);
@@ -187,7 +202,7 @@ void CarryOver::take_rewards(Milliseconds wait) {
   }
 }
 
-// Whether the samples that the step misses have their rewards, on all ranks together. Every rank comes to the same
+// Whether the samples that the step misses have their rewards, of all replicas together. Every leader comes to the same
 // answer, one a moment later than another.
 bool CarryOver::enough(Round& round) {
   int64_t fresh = 0;
@@ -206,24 +221,55 @@ bool CarryOver::enough(Round& round) {
   return done == round.wanted;
 }
 
-// Runs that were not dealt, for what this rank's engine has room for.
-void CarryOver::take_tickets(Round& round) {
-  if (round.rest_taken) return;
+// Of runs that were not dealt, for what this replica has room for.
+std::vector<int64_t> CarryOver::take_tickets(Round& round) {
+  std::vector<int64_t> taken;
+  if (round.rest_taken) return taken;
   const int64_t unfinished = engine_.unfinished_samples();
   const int64_t room = engine_.options().max_sequences - unfinished;
-  if (room <= 0 || (engine_.crowded() && unfinished > 0)) return;
+  if (room <= 0 || (engine_.crowded() && unfinished > 0)) return taken;
   const int64_t siblings = std::max<int64_t>(1, round.rest.front().count);
   const int64_t count = std::max<int64_t>(1, room / siblings);
   const int64_t end = add(round.taken_key, count);
   const auto all = static_cast<int64_t>(round.rest.size());
-  for (int64_t ticket = end - count; ticket < std::min(end, all); ++ticket) {
-    round.tickets.push_back(ticket);
-    begin(round.rest[static_cast<size_t>(ticket)]);
-  }
+  for (int64_t ticket = end - count; ticket < std::min(end, all); ++ticket) taken.push_back(ticket);
+  round.tickets.insert(round.tickets.end(), taken.begin(), taken.end());
   round.rest_taken = end >= all;
+  return taken;
 }
 
-// Nothing to generate: for rewards of this rank, or for others.
+// The leader's turn, on all ranks of the replica. Mostly there is nothing to say, and nothing is what is said.
+void CarryOver::hear_leader(Turn& turn) {
+  const PhaseTimer::Scope wait = timer_.enter(engine_.idle() ? Phase::kIdle : Phase::kGeneration);
+  std::string said;
+  if (turn.over || !turn.tickets.empty()) {
+    append(said, std::vector<int64_t>{turn.over ? 1 : 0});
+    append(said, turn.tickets);
+  }
+  said = context_.generation().from_leader(said);
+  if (leads_ || said.empty()) return;
+  std::string_view bytes = said;
+  turn.over = take<int64_t>(bytes).at(0) != 0;
+  turn.tickets = take<int64_t>(bytes);
+}
+
+// The same on all ranks of a replica, and but for its tickets on all that step together.
+CarryOver::Turn CarryOver::next_turn(Round& round) {
+  Turn turn;
+  if (leads_) {
+    take_rewards(Milliseconds(0));
+    turn.over = enough(round);
+    if (!turn.over) turn.tickets = take_tickets(round);
+  }
+  if (context_.generation().replica->size() > 1) hear_leader(turn);
+  for (const int64_t ticket : turn.tickets) begin(round.rest.at(static_cast<size_t>(ticket)));
+  const int64_t all = engine_.largest_together(turn.over ? kToStop : engine_.idle() ? kNothing : kToStep);
+  turn.over = all == kToStop;
+  turn.steps = all == kToStep;
+  return turn;
+}
+
+// Nothing to generate, of a leader: for rewards of its samples, or for other replicas.
 void CarryOver::wait_idle(Round& round) {
   const bool rewards = !unrewarded_.empty();
   const Stopwatch watch;
@@ -238,7 +284,7 @@ void CarryOver::wait_idle(Round& round) {
   const std::string who = "rank " + std::to_string(context_.rank()) + ": after cluster.collective_timeout_s step " +
                           std::to_string(ledger_.next_step()) + " still waits for " +
                           std::to_string(round.wanted - round.done) + " samples of " +
-                          describe(ledger_.missing(), "rank");
+                          describe(ledger_.missing(), context_.generation().replica->size() > 1 ? "replica" : "rank");
   if (rewards) fail_io(who + "; this rank's have no reward yet: their own limits should be shorter");
   fail_timeout(who);
 }
@@ -247,15 +293,12 @@ void CarryOver::generate(Round& round) {
   const PhaseTimer::Scope generation = timer_.enter(Phase::kGeneration);
   context_.set_phase("generation");
   round.patience = Deadline::after(Milliseconds(static_cast<int64_t>(options_.timeout_s * 1000)));
-  while (true) {
-    take_rewards(Milliseconds(0));
-    if (enough(round)) break;
-    take_tickets(round);
-    if (engine_.idle()) {
-      wait_idle(round);
-    } else {
+  for (Turn turn = next_turn(round); !turn.over; turn = next_turn(round)) {
+    if (turn.steps) {
       finished(engine_.step());
       round.patience = Deadline::after(Milliseconds(static_cast<int64_t>(options_.timeout_s * 1000)));
+    } else if (leads_) {
+      wait_idle(round);
     }
     if (on_progress) on_progress();
   }
@@ -275,7 +318,7 @@ void CarryOver::complete(const SampleSpan& span, std::vector<Sample> samples) {
   runs_.erase(found);
 }
 
-// Every rank's tickets, in their order, then its rewarded samples: all ledgers go on alike.
+// Every replica's tickets, in their order, then its rewarded samples: all ledgers go on alike.
 void CarryOver::exchange(const Round& round, RankShares& shares) {
   const PhaseTimer::Scope idle = timer_.enter(Phase::kIdle);
   context_.set_phase("rollout exchange");
@@ -297,13 +340,13 @@ void CarryOver::exchange(const Round& round, RankShares& shares) {
   part += pack_samples(samples);
   samples.clear();
   const std::vector<std::string> parts =
-      context_.world_size() == 1 ? std::vector<std::string>{std::move(part)} : context_.world().all_gather_bytes(part);
+      context_.world_size() == 1 ? std::vector<std::string>{std::move(part)} : context_.generation().from_leaders(part);
   std::vector<int64_t> owner(round.rest.size(), -1);
   std::vector<std::string_view> rest;
-  const auto replicas = static_cast<size_t>(ranks_);
+  const auto replicas = static_cast<size_t>(replicas_);
   shares.idle_seconds.resize(replicas, 0);
   shares.samples.resize(replicas, 0);
-  TRIREME_CHECK(parts.size() == replicas, "carry-over has ranks that do not generate");
+  TRIREME_CHECK(parts.size() == replicas, "an exchange of samples has another number of parts than replicas");
   for (size_t r = 0; r < parts.size(); ++r) {
     std::string_view bytes = parts[r];
     shares.idle_seconds[r] += take<double>(bytes).at(0);
@@ -338,6 +381,7 @@ CarriedStep CarryOver::collect(RankShares& shares) {
   CarriedStep step;
   {
     const PhaseTimer::Scope generation = timer_.enter(Phase::kGeneration);
+    engine_.take_cache();
     engine_.resume();
   }
   if (ledger_.complete()) tell_ready({});
@@ -359,9 +403,9 @@ CarriedStep CarryOver::collect(RankShares& shares) {
       for (const MissingGroup::Holder& holder : missing.holders) round.wanted += holder.samples;
     }
     tell_ready(round.groups);
-    for (const LeasedRun& run : deal_evenly(ledger_, ranks_, engine_.options().max_sequences)) {
+    for (const LeasedRun& run : deal_evenly(ledger_, replicas_, engine_.options().max_sequences)) {
       runs_[{run.span.group, run.span.first_sample}] = run.id;
-      if (run.engine == rank_) begin(run.span);
+      if (run.engine == replica_) begin(run.span);
     }
     round.rest = ledger_.leasable_runs(std::numeric_limits<int64_t>::max());
     if (static_cast<int64_t>(round.rest.size()) > kMostTickets) round.rest.resize(kMostTickets);
@@ -371,9 +415,12 @@ CarriedStep CarryOver::collect(RankShares& shares) {
     ++step.rounds;
   }
   told_.clear();
-  if (!options_.keep_cache) {
+  // What is still under way is in the way of training where it has the lines between stages, or a model that training
+  // takes the memory of.
+  const GenerationRanks& ranks = context_.generation();
+  if (!options_.keep_cache || ranks.apart || ranks.replica->size() > 1) {
     const PhaseTimer::Scope generation = timer_.enter(Phase::kGeneration);
-    finished(engine_.suspend());
+    finished(options_.keep_cache ? engine_.settle() : engine_.suspend());
   }
   step.groups = ledger_.take(ledger_.next_step());
   prompts_.erase(prompts_.begin(), prompts_.lower_bound(ledger_.first_group()));

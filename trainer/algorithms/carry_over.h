@@ -4,9 +4,15 @@
 //
 // Every rank keeps the same ledger. What a step still misses is known to all at the beginning of a *round*, and what
 // can begin is dealt by a function of that, without a message; what is left over goes by tickets of one counter, in
-// order, to whoever has room. The samples of the step that have their rewards are counted in another; when the number
-// is reached every rank stops behind the engine step it is in. Then one exchange: tickets and rewarded samples, of
-// later steps too. With dynamic sampling a step has further rounds until it is complete.
+// order, to whichever replica has room. The samples of the step that have their rewards are counted in another; when
+// the number is reached every replica stops behind the engine step it is in. Then one exchange: tickets and rewarded
+// samples, of later steps too. With dynamic sampling a step has further rounds until it is complete.
+//
+// Of a replica's ranks (GenerationRanks) the leader alone has rewards and looks at the counters. Ahead of each engine
+// step it tells the others what it has found: tickets, or that the step is complete. All of them then do the same with
+// their engines. Replicas that step together, since they share experts, agree ahead of each step as well: who has no
+// work takes part without rows while another has some, and all stop as soon as one knows that the step is complete.
+// A replica of one rank that shares no experts sends no message between exchanges.
 //
 // So which weights drew a token depends on time, and on one rank and with drawn rewards on nothing. What it does not
 // depend on: which groups a step has, and each token's log-prob, which is that of its weights, bit for bit, unless keys
@@ -41,11 +47,14 @@ struct CarryOverOptions {
   std::optional<uint64_t> drawn_rewards;
   // grpo or ppo: whose keys sentences name.
   std::string section = "grpo";
-  double timeout_s = 600;  // with nothing to generate, how long a rank waits for what others have
+  double timeout_s = 600;  // with nothing to generate, how long a replica waits for what others have
   // The prompt of a group; asked once each, in order. Nothing: the data has ended ahead of it. `needed`: the next step
   // cannot do without, and must get one.
   std::function<std::optional<CarriedPrompt>(int64_t group, bool needed)> prompt;
 };
+
+// Of what the ranks of a replica count alike. Collective.
+int64_t sum_of_replicas(ParallelContext& context, int64_t of_replica);
 
 // Of a step's collection, on this rank.
 struct CarriedStep {
@@ -53,11 +62,11 @@ struct CarriedStep {
   int64_t rounds = 0;
 };
 
-// One per rank, on its training thread; all ranks make the same calls. Models that generation splits over ranks are not
-// for it.
+// One per rank, on its training thread; all ranks make the same calls.
 class CarryOver final {
  public:
-  // All outlive it. `timer` gets generation, rewards (waited for with nothing to generate) and idle.
+  // All outlive it. `engine` is over the model of context.generation(). `timer` gets generation, rewards (waited for
+  // with nothing to generate) and idle.
   CarryOver(Engine& engine, const Tokenizer* tokenizer, RewardPool* rewards, ParallelContext& context,
             PhaseTimer& timer, CarryOverOptions options);
 
@@ -93,6 +102,7 @@ class CarryOver final {
     std::vector<int64_t> forced_lengths;
   };
   struct Round;
+  struct Turn;
 
   void ask_for_prompts();
   bool ask(int64_t group, bool needed);
@@ -101,8 +111,10 @@ class CarryOver final {
   void tell_ready(const std::set<int64_t>& missing);
   void take_rewards(Milliseconds wait);
   void generate(Round& round);
+  Turn next_turn(Round& round);
+  void hear_leader(Turn& turn);
   bool enough(Round& round);
-  void take_tickets(Round& round);
+  std::vector<int64_t> take_tickets(Round& round);
   void wait_idle(Round& round);
   void exchange(const Round& round, RankShares& shares);
   void complete(const SampleSpan& span, std::vector<Sample> samples);
@@ -115,13 +127,15 @@ class CarryOver final {
   ParallelContext& context_;
   PhaseTimer& timer_;
   const CarryOverOptions options_;
-  const int64_t ranks_, rank_;  // that generate
+  const int64_t replicas_, replica_;  // that generate; this rank's
+  const bool leads_;                  // it
   Ledger ledger_;
   std::map<int64_t, Prompt> prompts_;  // of the groups from the ledger's first one on
   int64_t next_prompt_ = 0;
-  std::map<Place, int64_t> runs_;           // ids of leased runs, of all ranks
+  std::map<Place, int64_t> runs_;           // ids of leased runs, of all replicas
   std::map<uint64_t, SampleSpan> running_;  // in this rank's engine, by their first sample's id
-  std::map<int64_t, std::pair<SampleSpan, std::vector<Sample>>> unrewarded_;  // by the reward pool's group id
+  // Of a leader, as rewarded_; by the reward pool's group id.
+  std::map<int64_t, std::pair<SampleSpan, std::vector<Sample>>> unrewarded_;
   int64_t next_reward_ = 0;
   std::vector<std::pair<SampleSpan, std::vector<Sample>>> rewarded_;  // not exchanged yet
   std::set<int64_t> told_;                                            // groups of this step, of on_samples

@@ -180,6 +180,7 @@ class GrpoLoop final {
   std::vector<Sample> generate_overlapped(RankShares& shares, GeneratedTotals& generated,
                                           std::map<std::string, double>& values) {
     const GrpoConfig& g = config_.grpo;
+    fill();
     RolloutSource::Step step = source_->collect(shares, values);
     count_rewards(step.rewards, step_rewards_);
     judge_rewards(step_rewards_);
@@ -261,11 +262,12 @@ class GrpoLoop final {
 
   int64_t weights_version() const { return std::max<int64_t>(0, trained_steps_ - critic_only_steps(config_)); }
 
+  KeptCache kept() const { return keeps_cache(config_) ? KeptCache::kKept : KeptCache::kNothing; }
+
   // What generates goes on with the next version; of a step that has trained the critic alone with the same.
   void end_training(int64_t step) {
     ++trained_steps_;
-    if (step > critic_only_steps(config_))
-      engine_.weights_changed(weights_version(), keeps_cache(config_) ? KeptCache::kKept : KeptCache::kNothing);
+    if (step > critic_only_steps(config_)) engine_.weights_changed(weights_version(), kept());
     if (source_) {
       source_->trained(step);
     } else if (!config_.grpo.use_dynamic_sampling) {
@@ -279,7 +281,7 @@ class GrpoLoop final {
     const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
     const std::string before = session_.context.phase();
     session_.context.set_phase("refit");
-    if (refit_->fill()) engine_.weights_changed(weights_version());
+    if (refit_->fill()) engine_.weights_changed(weights_version(), kept());
     session_.context.set_phase(before);
   }
 
@@ -381,6 +383,7 @@ class GrpoLoop final {
   void save() {
     const bool shared = session_.policy->options().sharding.weights;
     if (refit_ != nullptr && shared && config_.checkpointing.enabled) {
+      if (keeps_cache(config_)) source_->make_way();
       engine_.release_cache();
       refit_->release();
     }

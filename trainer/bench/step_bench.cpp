@@ -75,8 +75,6 @@ class StepBench final {
     const bool split = context.holders().size() > 1 || context.layout().cp > 1;
     if (split && options.early_gradients) fail_user("--early-gradients needs a model that is not split (--tp 1)");
     const bool beside = options.carry_over == 0;  // the last responses leave room for something
-    if (options.carry_over > 0 && context.holders().size() > 1)
-      fail_user("--carry-over needs a model that is not split (--tp 1 --pp 1)");
     if (!split && beside)
       engine_settings_.partition =
           partition_for(config_, target_.device, options.reference || options.early_gradients || options.critic);
@@ -190,7 +188,7 @@ class StepBench final {
     }
     describe_ages(samples, steps_done_, times.ages);
     times.ages["train/recomputed_rows"] =
-        static_cast<double>(context_.world().all_reduce_sum(engine_->stats().recomputed_rows - recomputed));
+        static_cast<double>(sum_of_replicas(context_, engine_->stats().recomputed_rows - recomputed));
     times.ages["performance/ledger_samples_carried"] = static_cast<double>(carry_->ledger().counts().leased_samples);
     return samples;
   }

@@ -101,12 +101,6 @@ void validate_supported(const Config& c) {
       reasons.push_back(replace_all(key, "policy.", "value.") +
                         ": auto is for the policy, by trireme plan; write the size that the critic shall have");
   }
-  const ParallelSizes sizes = parallel_sizes(c);
-  const GenerationConfig& generation = c.policy.generation;
-  const bool split = sizes.tensor > 1 || sizes.pipeline > 1 || sizes.expert > 1 || sizes.expert_tensor > 1 ||
-                     generation.fold_pipeline || generation.tensor_parallel_size > 1;
-  refuse(carries_over(c) && split, "grpo.async_grpo.enabled",
-         "carry-over with a model that tensor, pipeline or expert parallel ranks share");
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
   refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,

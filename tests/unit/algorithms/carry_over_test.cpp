@@ -1,5 +1,5 @@
-// Carry-over on one and on several ranks: which groups a step has, how old its tokens are, and that every log-prob is
-// that of the weights which drew it.
+// Carry-over on one and on several ranks, and of models that these share: which groups a step has, how old its tokens
+// are, and that every log-prob is that of the weights which drew it.
 #include "trainer/algorithms/carry_over.h"
 
 #include <gtest/gtest.h>
@@ -10,14 +10,19 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/host.h"
 #include "tests/unit/algorithms/samples.h"
+#include "tests/unit/model/split_models.h"
 #include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/ranks.h"
+#include "trainer/algorithms/token_passes.h"
 #include "trainer/batch/micro_batch.h"
+#include "trainer/parallel/stage_links.h"
 
 namespace trireme {
 namespace {
@@ -29,6 +34,8 @@ struct Case {
   bool keep_cache = false;
   bool lend_cache = false;     // given away while others train
   int64_t restart_behind = 0;  // step; 0: none
+  bool mixture = false;
+  bool late_stops = false;
 };
 
 struct Seen {
@@ -49,9 +56,36 @@ PromptExample prompt_of(int64_t group) {
   return example;
 }
 
-const ModelConfig& config() {
-  static const ModelConfig kConfig = test::tiny_config({.vocab = 90, .layers = 2, .initializer_range = 0.3});
-  return kConfig;
+const ModelConfig& config(bool mixture = false) {
+  static const ModelConfig kDense = test::tiny_config({.vocab = 90, .layers = 2, .initializer_range = 0.3});
+  static const ModelConfig kMixture = test::tiny_config(
+      {.family = ModelFamily::kQwen3Moe, .vocab = 90, .layers = 2, .initializer_range = 0.3, .tied = false});
+  return mixture ? kMixture : kDense;
+}
+
+// As ranks of `context` share it in generation, with the weights of this version.
+std::unique_ptr<Model> model_of(ParallelContext& context, const Case& setup, int64_t version) {
+  const ModelConfig& shape = config(setup.mixture);
+  const GenerationRanks& ranks = context.generation();
+  ModelOptions options;
+  if (ranks.apart) {
+    options.split = model_split(shape.shape(), ranks.layout, context.rank());
+    if (ranks.tensor->size() > 1) options.tensor = ranks.tensor;
+    options.links = ranks.links;
+  } else {
+    options = testing::split_options(context, shape);
+  }
+  options.trainable = false;
+  auto model = std::make_unique<Model>(shape, options);
+  init_parameters(*model, static_cast<uint64_t>(1 + version));
+  return model;
+}
+
+EngineOptions engine_options(ParallelContext& context, const Case& setup) {
+  EngineOptions options{.cache_rows = 4000, .max_sequences = setup.places};
+  options.late_stops = setup.late_stops;
+  options.lanes = context.generation().layout.pp;
+  return options;
 }
 
 SamplingOptions sampling_options() {
@@ -78,12 +112,9 @@ CarryOverOptions options_of(const Case& setup) {
 }
 
 Seen run(ParallelContext& context, const Case& setup) {
-  ModelOptions frozen;
-  frozen.trainable = false;
-  const auto model = std::make_unique<Model>(config(), frozen);
-  init_parameters(*model, 1);
+  const std::unique_ptr<Model> model = model_of(context, setup, 0);
   Seen seen;
-  Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling_options());
+  Engine engine(*model, nullptr, engine_options(context, setup), sampling_options());
   PhaseTimer timer;
   CarryOverOptions options = options_of(setup);
   auto carry = std::make_unique<CarryOver>(engine, nullptr, nullptr, context, timer, options);
@@ -115,7 +146,7 @@ Seen run(ParallelContext& context, const Case& setup) {
     options.first_step = s + 1;
     options.first_sample_id += static_cast<uint64_t>((s * setup.groups - options.first_group) * setup.samples);
     options.first_group = s * setup.groups;
-    Engine other(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling_options());
+    Engine other(*model, nullptr, engine_options(context, setup), sampling_options());
     other.weights_changed(s);
     if (!saved.groups.empty()) {  // whose prompt is another now is generated again
       CarryOver::Saved spoilt = saved;
@@ -156,21 +187,75 @@ std::vector<Seen> on_ranks(int world, const Case& setup) {
   return seen;
 }
 
+// Tokens whose log-prob a pass of training's, by the same ranks in the same layout, gives otherwise under their
+// weights.
+int64_t differing_in_layout(ParallelContext& context, const Case& setup, std::vector<Sample> samples) {
+  std::set<int64_t> versions;
+  for (const Sample& sample : samples) {
+    for (const VersionSpan& span : sample.weight_versions) versions.insert(span.version);
+  }
+  int64_t tokens = 0;
+  for (const int64_t version : versions) {
+    const std::unique_ptr<Model> model = model_of(context, setup, version);
+    for (Sample& sample : samples) sample.previous_logprobs.clear();
+    const auto numbers = [&](const at::Tensor& hidden, const MicroBatch& batch) {
+      return response_logprobs(*model, hidden, batch, sampling_options().logprob_options());
+    };
+    fill_token_numbers(samples, &Sample::previous_logprobs, *model, {.samples = 4}, context, numbers, {});
+    for (const Sample& sample : samples) {
+      if (sample.mixed_context) continue;
+      for (const VersionSpan& span : sample.weight_versions) {
+        if (span.version != version) continue;
+        for (auto t = static_cast<size_t>(span.from); t < static_cast<size_t>(span.to); ++t)
+          tokens +=
+              std::memcmp(&sample.previous_logprobs.at(t), &sample.generation_logprobs[t], sizeof(float)) != 0 ? 1 : 0;
+      }
+    }
+  }
+  return tokens;
+}
+
+struct SplitCase {
+  Layout layout;
+  Case setup = {};
+  std::optional<Layout> generation = {};
+};
+
+// Of all ranks, which have the same steps. In training's layout every token has the bits of training's passes.
+std::vector<Seen> on_split(const SplitCase& split) {
+  std::vector<Seen> seen(static_cast<size_t>(split.layout.world()));
+  test::on_layout(
+      split.layout,
+      [&](ParallelContext& context) {
+        Seen own = run(context, split.setup);
+        for (const std::vector<Sample>& samples : own.steps) {
+          if (!split.generation) {
+            EXPECT_EQ(differing_in_layout(context, split.setup, samples), 0);
+          }
+        }
+        seen[static_cast<size_t>(context.rank())] = std::move(own);
+      },
+      split.generation);
+  for (const Seen& one : seen) {
+    EXPECT_EQ(one.steps.size(), seen.front().steps.size());
+    for (size_t s = 0; s < seen.front().steps.size(); ++s) expect_same(one.steps.at(s), seen.front().steps[s]);
+    EXPECT_EQ(one.shares.samples, seen.front().shares.samples);
+    EXPECT_EQ(one.carried, seen.front().carried);
+  }
+  return seen;
+}
+
 // Tokens whose log-prob a packed forward under their weights gives otherwise.
-int64_t differing(const std::vector<Sample>& samples, bool marked_too) {
+int64_t differing(const std::vector<Sample>& samples, bool marked_too, const Case& setup = {}) {
   const c10::NoGradGuard no_grad;
-  ModelOptions frozen;
-  frozen.trainable = false;
+  ParallelContext alone;
   std::map<int64_t, std::unique_ptr<Model>> models;
   int64_t tokens = 0;
   for (const Sample& sample : samples) {
     if (sample.mixed_context && !marked_too) continue;
     for (const VersionSpan& span : sample.weight_versions) {
       std::unique_ptr<Model>& model = models[span.version];
-      if (model == nullptr) {
-        model = std::make_unique<Model>(config(), frozen);
-        init_parameters(*model, static_cast<uint64_t>(1 + span.version));
-      }
+      if (model == nullptr) model = model_of(alone, setup, span.version);
       const at::Tensor logprobs =
           response_logprobs(*model, make_micro_batch({sample}, {0}), sampling_options().logprob_options()).contiguous();
       for (int64_t t = span.from; t < span.to; ++t) {
@@ -273,10 +358,113 @@ TEST(CarryOver, RanksAgreeOnEveryStep) {
   }
 }
 
+std::string name_of(const SplitCase& split) {
+  return to_string(split.layout) + (split.setup.late_stops ? " late" : "") +
+         (split.generation ? " generates in " + to_string(*split.generation) : "");
+}
+
+// Pipelines, with steps under way when one stops, tensor ranks, replicas of these; and mixtures whose experts replicas
+// share, which have work for two, for one, and none. The bits are those of one rank's passes too, unless tensor ranks
+// add up in parts.
+TEST(CarryOver, RanksThatShareAModelAgreeOnEveryStep) {
+  const Case few{.groups = 1, .places = 64};
+  const SplitCase cases[] = {
+      {{.tp = 2}},
+      {{.pp = 2}},
+      {{.pp = 2}, {.groups = 4, .samples = 10, .places = 6, .age = 2, .late_stops = true}},
+      {{.tp = 2, .pp = 2}, {.lend_cache = true}},
+      {{.tp = 2, .dp = 2}, {.late_stops = true}},
+      {{.dp = 2, .pp = 2}},
+      {{.ep = 2, .dp = 2}, {.lend_cache = true, .mixture = true}},
+      {{.ep = 2, .dp = 2}, {.groups = few.groups, .places = few.places, .mixture = true}},
+      {{.ep = 2, .dp = 4}, {.groups = 2, .age = 2, .mixture = true, .late_stops = true}},
+      {{.ep = 2, .dp = 2, .pp = 2}, {.mixture = true}},
+      {{.tp = 2, .ep = 2, .dp = 2}, {.mixture = true}},
+  };
+  for (const SplitCase& split : cases) {
+    SCOPED_TRACE(name_of(split));
+    const std::vector<Seen> ranks = on_split(split);
+    const Layout& layout = split.layout;
+    check(ranks.front(), split.setup);
+    EXPECT_GT(ranks.front().carried, 0);
+    EXPECT_EQ(static_cast<int64_t>(ranks.front().shares.samples.size()), layout.dp);
+    for (const std::vector<Sample>& samples : ranks.front().steps) {
+      if (layout.tp == 1) {
+        EXPECT_EQ(differing(samples, true, split.setup), 0);
+      }
+    }
+  }
+}
+
+// One replica, whatever ranks it has, begins and stops behind the same engine steps as one rank.
+TEST(CarryOver, AReplicaOfSeveralRanksHasTheSamplesOfOneRank) {
+  for (const bool keep : {false, true}) {
+    const Case setup{.keep_cache = keep};
+    const Seen alone = on_ranks(1, setup).front();
+    const Seen tensor = on_split({{.tp = 2}, setup}).front();
+    ASSERT_EQ(tensor.steps.size(), alone.steps.size());
+    EXPECT_EQ(tensor.carried, alone.carried);
+    for (size_t s = 0; s < alone.steps.size(); ++s) {
+      for (size_t i = 0; i < alone.steps[s].size(); ++i) {
+        EXPECT_EQ(tensor.steps[s][i].weight_versions, alone.steps[s][i].weight_versions);
+        EXPECT_EQ(tensor.steps[s][i].mixed_context, alone.steps[s][i].mixed_context);
+      }
+    }
+  }
+}
+
+TEST(CarryOver, GenerationHasALayoutOfItsOwn) {
+  for (const SplitCase& split : {SplitCase{{.tp = 2}, {}, Layout{.dp = 2}}, SplitCase{{.dp = 2}, {}, Layout{.tp = 2}},
+                                 SplitCase{{.pp = 2}, {.keep_cache = true}, Layout{.dp = 2}},
+                                 SplitCase{{.tp = 2, .pp = 2}, {}, Layout{.dp = 2, .pp = 2}}}) {
+    SCOPED_TRACE(name_of(split));
+    const std::vector<Seen> ranks = on_split(split);
+    check(ranks.front(), split.setup);
+    EXPECT_EQ(static_cast<int64_t>(ranks.front().shares.samples.size()), split.generation->dp);
+    for (const std::vector<Sample>& samples : ranks.front().steps) {
+      if (split.generation->tp == 1) {
+        EXPECT_EQ(differing(samples, false), 0);
+      }
+    }
+  }
+}
+
+// Behind a step the lines between stages are training's, whether keys are kept or not.
+TEST(CarryOver, StagesLeaveNothingOnTheirLines) {
+  for (const bool keep : {false, true}) {
+    for (const bool late : {false, true}) {
+      const Case setup{.keep_cache = keep, .late_stops = late};
+      test::on_layout({.pp = 2}, [&](ParallelContext& context) {
+        const std::unique_ptr<Model> model = model_of(context, setup, 0);
+        Engine engine(*model, nullptr, engine_options(context, setup), sampling_options());
+        PhaseTimer timer;
+        CarryOver carry(engine, nullptr, nullptr, context, timer, options_of(setup));
+        RankShares shares;
+        int64_t unfinished = 0;
+        for (int64_t s = 1; s <= setup.steps; ++s) {
+          (void)carry.collect(shares);
+          unfinished += engine.unfinished_samples() + engine.suspended_samples();
+          StageLinks& links = *context.stage_links();
+          for (const bool backward : {false, true}) {
+            PendingCollective sent = links.begin_send(at::full({3}, 10 * s + links.stage(), at::kFloat), backward);
+            const at::Tensor received = at::empty({3});
+            links.begin_receive(received, backward).wait();
+            sent.wait();
+            EXPECT_EQ(received[0].item<float>(), static_cast<float>(10 * s + 1 - links.stage()));
+          }
+          engine.weights_changed(s, keep ? KeptCache::kKept : KeptCache::kNothing);
+          carry.trained(s);
+        }
+        EXPECT_GT(unfinished, 0) << "nothing was under way";
+      });
+    }
+  }
+}
+
 TEST(CarryOver, TellsEverySampleOfAStepOnceWheneverItWasGenerated) {
-  for (const int world : {1, 2}) {
-    const Case setup{.groups = 2, .places = 24, .age = 2};
-    const std::vector<Seen> ranks = on_ranks(world, setup);
+  const Case setup{.groups = 2, .places = 24, .age = 2};
+  for (const Layout& layout : {Layout{}, Layout{.dp = 2}, Layout{.tp = 2}, Layout{.dp = 2, .pp = 2}}) {
+    const std::vector<Seen> ranks = layout.world() == 1 ? on_ranks(1, setup) : on_split({layout, setup});
     check(ranks.front(), setup);
     for (size_t s = 0; s < ranks.front().steps.size(); ++s) {
       std::map<std::pair<int64_t, int64_t>, int> told;
@@ -323,8 +511,38 @@ TEST(CarryOver, WhoWaitsForAnotherRankTooLongNamesItWithTheCodeOfADeadline) {
   });
 }
 
+// A leader that comes to no turn: the other ranks of its replica do not wait for ever, and say for whom.
+TEST(CarryOver, ALeaderThatStandsStillIsNamed) {
+  ListeningPort port;
+  test::StandStill still(1);
+  const auto errors = test::on_ranks(2, [&](int rank) {
+    RendezvousOptions rendezvous = port.place(rank, 2, Milliseconds(5000));
+    still.watch(rendezvous);
+    ParallelContext context({.tp = 2}, rendezvous);
+    const std::unique_ptr<Model> model = model_of(context, {}, 0);
+    Engine engine(*model, nullptr, engine_options(context, {}), sampling_options());
+    PhaseTimer timer;
+    CarryOver carry(engine, nullptr, nullptr, context, timer, options_of({}));
+    context.world().barrier();
+    if (rank == 0) return still.stand();
+    still.fail([&] {
+      RankShares shares;
+      (void)carry.collect(shares);
+    });
+  });
+  EXPECT_NE(errors[1].find("rank 0 on " + host_name() + " has not come"), std::string::npos) << errors[1];
+  EXPECT_NE(errors[1].find("in phase generation failed"), std::string::npos) << errors[1];
+}
+
 TEST(CarryOver, KeptKeysAreMarked) {
   const Case setup{.keep_cache = true};
+  for (const Layout& layout : {Layout{.tp = 2}, Layout{.pp = 2}}) {
+    int64_t of_split = 0;
+    for (const std::vector<Sample>& samples : on_split({layout, setup}).front().steps) {
+      for (const Sample& sample : samples) of_split += sample.mixed_context ? 1 : 0;
+    }
+    EXPECT_GT(of_split, 0) << to_string(layout);
+  }
   const Seen seen = on_ranks(1, setup).front();
   EXPECT_GT(check(seen, setup), 0);
   int64_t marked = 0, off = 0;
@@ -338,11 +556,15 @@ TEST(CarryOver, KeptKeysAreMarked) {
 }
 
 TEST(CarryOver, GoesOnFromACheckpoint) {
-  for (const int world : {1, 2}) {
-    const Case setup{.groups = 2, .places = 24, .age = 2, .steps = 6, .restart_behind = 3};
-    const std::vector<Seen> ranks = on_ranks(world, setup);
+  const Case setup{.groups = 2, .places = 24, .age = 2, .steps = 6, .restart_behind = 3};
+  for (const Layout& layout : {Layout{}, Layout{.dp = 2}, Layout{.pp = 2}, Layout{.tp = 2, .dp = 2}}) {
+    const std::vector<Seen> ranks = layout.world() == 1 ? on_ranks(1, setup) : on_split({layout, setup});
     check(ranks.front(), setup);
-    for (const std::vector<Sample>& samples : ranks.front().steps) EXPECT_EQ(differing(samples, true), 0);
+    for (const std::vector<Sample>& samples : ranks.front().steps) {
+      if (layout.tp == 1) {
+        EXPECT_EQ(differing(samples, true), 0);
+      }
+    }
     for (size_t s = 0; s < ranks.front().steps.size(); ++s) expect_same(ranks.back().steps[s], ranks.front().steps[s]);
   }
 }

@@ -354,6 +354,28 @@ TEST(StepBench, CarryOverFillsThePlacesOfTheLastResponses) {
   }
 }
 
+TEST(StepBench, CarryOverOfAModelThatRanksShare) {
+  for (const Layout& layout : {Layout{.tp = 2}, Layout{.pp = 2}, Layout{.ep = 2, .dp = 2}}) {
+    SCOPED_TRACE(to_string(layout));
+    test::on_layout(layout, [&](ParallelContext& context) {
+      StepBenchOptions options = small_step();
+      options.common.layers = 2;
+      options.common.tp = layout.tp;
+      options.common.pp = layout.pp;
+      options.common.ep = layout.ep;
+      if (layout.ep > 1) options.common.shape = "tiny-moe";
+      options.generation.max_sequences = layout.dp > 1 ? 3 : 6;  // of 8 samples
+      options.carry_over = 1;
+      std::ostringstream out;
+      const nlohmann::json report = bench_step(options, context, out);
+      EXPECT_EQ(report.at("mismatched_tokens"), 0);
+      EXPECT_GT(report.at("ages").at("train/stale_tokens"), 0);
+      EXPECT_LE(report.at("ages").at("train/max_trajectory_age"), 1);
+      EXPECT_EQ(static_cast<int64_t>(report.at("samples_of_ranks").size()), layout.dp);
+    });
+  }
+}
+
 TEST(StepBench, CarryOverGoesWithACritic) {
   ParallelContext alone;
   std::ostringstream out;

@@ -300,14 +300,14 @@ TEST(ConfigCheck, CarryOver) {
               HasSubstr("decides by the rewards"));
   EXPECT_EQ(with({"grpo.shuffle_rewards=true"}), "");
   EXPECT_EQ(load_error({"grpo.async_grpo.max_trajectory_age_steps=0"}), "") << "where it is off";
-  std::vector<std::string> split = carry;
-  split.insert(split.end(), {"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
-                             "policy.megatron_cfg.tensor_model_parallel_size=2"});
-  EXPECT_EQ(error_of([&] { validate_supported(load_config_text("", split)); }),
-            "grpo.async_grpo.enabled: carry-over with a model that tensor, pipeline or expert parallel ranks share is "
-            "not supported yet by this version");
-  split.back() = "policy.megatron_cfg.context_parallel_size=2";
-  EXPECT_NO_THROW(validate_supported(load_config_text("", split)));
+  for (const char* split :
+       {"policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.pipeline_model_parallel_size=2",
+        "policy.megatron_cfg.expert_model_parallel_size=2", "policy.megatron_cfg.context_parallel_size=2",
+        "policy.generation.tensor_parallel_size=2"}) {
+    std::vector<std::string> all = carry;
+    all.insert(all.end(), {"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true", split});
+    EXPECT_NO_THROW(validate_supported(load_config_text("", all))) << split;
+  }
 }
 
 TEST(ConfigCheck, GenerationElsewhere) {

@@ -64,6 +64,19 @@ TEST(PlanCarryOver, FreePlacesAreFilled) {
   EXPECT_EQ(time.shared, 0);
 }
 
+// A replica of several ranks has one rank's places: which responses older weights draw follows from its decode steps.
+TEST(PlanCarryOver, AReplicaOfSeveralRanksIsFilledLikeOneRank) {
+  for (const Layout& layout : {Layout{.tp = 2}, Layout{.pp = 2}}) {
+    Workload work = two_responses();
+    const double in_step = plan_of(work, one_second_a_step(), layout).time.decode;
+    work.age = 1;
+    const PlannedTime time = plan_of(work, one_second_a_step(), layout).time;
+    EXPECT_GT(time.decode, 0);
+    EXPECT_LT(time.decode, in_step) << to_string(layout);
+    EXPECT_NEAR(time.older, 0.25, 1e-12) << to_string(layout);
+  }
+}
+
 // With an age of 1 a response of 40 tokens has two steps' time, with any number of places.
 TEST(PlanCarryOver, TheLongestResponseHasAsManyStepsAsItsAgeAllows) {
   Workload work = two_responses();
