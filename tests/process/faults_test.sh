@@ -16,7 +16,7 @@ refuses 10 "no/such.yaml" "$TRIREME" train --config no/such.yaml
 refuses 10 "no/such/model" "$TRIREME" $(run_args a policy.model_name=no/such/model)
 refuses 10 "tensor" "$TRIREME" $(run_args a policy.megatron_cfg.enabled=true \
   policy.megatron_cfg.tensor_model_parallel_size=2 cluster.gpus_per_node=2)
-refuses 10 "spec.roles.actor.parallelism.tp" \
+refuses 10 "says tp 2, but the RLJob (--layout) says 1; the RLJob decides: set spec.roles.actor.parallelism.tp" \
   "$TRIREME" $(run_args a policy.megatron_cfg.enabled=true policy.megatron_cfg.tensor_model_parallel_size=2 \
     cluster.gpus_per_node=2) --layout tp=1,dp=2
 cp -r "$dir/model" "$dir/cut"; truncate -s 1000 "$dir/cut/model.safetensors"
@@ -93,6 +93,10 @@ spec:
     generation: {gpusPerPod: 8, parallelism: {tp: 4}}
 MANIFEST
 refuses 0 "tp=4,cp=1,ep=1,dp=2,pp=2,etp=1 (16 ranks)" "$TRIREME" plan -f "$dir/apart.yaml"
+# Where the configuration says other sizes, in the trainer's words.
+sed 's/llama3.1_8b/llama3.1_70b/' "$dir/apart.yaml" >"$dir/against.yaml"
+refuses 10 "says pp 4, but the RLJob (--layout) says 2; the RLJob decides: set spec.roles.actor.parallelism.pp" \
+  "$TRIREME" plan -f "$dir/against.yaml"
 refuses 1 "its 16 devices must share a node, which has 8" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml \
   --engines 1 policy.generation.tensor_parallel_size=16
 refuses 1 "1: an engine in tp=7" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8 --engines 1 \

@@ -159,15 +159,23 @@ StageOptions stage_options(const Config& config) {
           .virtual_stages = m.virtual_pipeline_model_parallel_size};
 }
 
-Layout critic_layout(const Config& config, int64_t ranks) {
-  const ParallelSizes sizes = parallel_sizes(critic_config(config));
-  Layout layout{
+Layout layout_of(const ParallelSizes& sizes) {
+  return {
       .tp = sizes.tensor, .cp = sizes.context, .ep = sizes.expert, .pp = sizes.pipeline, .etp = sizes.expert_tensor};
+}
+
+Layout critic_layout(const Config& config, int64_t ranks) {
+  return critic_layout(layout_of(parallel_sizes(critic_config(config))), ranks);
+}
+
+Layout critic_layout(const Layout& sizes, int64_t ranks) {
+  Layout layout = sizes;
   const auto dp = derive_dp(layout, ranks);
   if (!dp) {
     fail_user("the critic's " + std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") +
               " cannot be divided by the " + std::to_string(layout.tp * layout.cp * layout.pp) +
-              " of its tensor x pipeline x context parallel size (value.megatron_cfg, value.dtensor_cfg)");
+              " of its tensor x pipeline x context parallel size (value.megatron_cfg, value.dtensor_cfg, or an RLJob's "
+              "spec.roles.critic.parallelism)");
   }
   layout.dp = *dp;
   return layout;

@@ -47,8 +47,11 @@ LogprobOptions reference_distribution(const Config& config);  // the same withou
 
 // How the layers are dealt to the stages of a pipeline.
 StageOptions stage_options(const Config& config);
-// How `ranks` ranks split the critic: by the sizes of value.*. Throws Error(kUser) where they cannot be divided so.
+Layout layout_of(const ParallelSizes& sizes);  // with dp 1
+// How `ranks` ranks split the critic: by the sizes of value.*, or by those of `sizes`, an RLJob's, whatever its dp.
+// Throws Error(kUser) where they cannot be divided so.
 Layout critic_layout(const Config& config, int64_t ranks);
+Layout critic_layout(const Layout& sizes, int64_t ranks);
 
 // Micro-batches: of training, of passes for log-probs, of SFT's training and validation.
 MicroBatchOptions training_micro_batches(const Config& config);

@@ -161,9 +161,7 @@ PlannedModel planned_critic(const Config& config, ModelShape shape, const Planne
   const Config critic = critic_config(config);
   PlannedModel model = value_model(critic, std::move(shape), lengths);
   model.options.sharding = state_sharding(critic);
-  const ParallelSizes sizes = parallel_sizes(critic);
-  model.layout = {
-      .tp = sizes.tensor, .cp = sizes.context, .ep = sizes.expert, .pp = sizes.pipeline, .etp = sizes.expert_tensor};
+  model.layout = layout_of(parallel_sizes(critic));
   const Workload of_policy = planned_work(config, lengths);
   model.work.prompts = of_policy.prompts;
   model.work.outputs = of_policy.outputs;

@@ -19,6 +19,7 @@
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
 #include "trainer/cli/plan_report.h"
+#include "trainer/cli/role_layout.h"
 #include "trainer/config/config.h"
 #include "trainer/model/config.h"
 
@@ -59,6 +60,7 @@ struct PlanArguments {
   PlannedLengths lengths;
   // Of a manifest's roles.
   std::optional<Layout> layout;  // of the actor, unless sizes that are auto are looked for
+  std::optional<Layout> critic;  // of a critic's own ranks
   int64_t engine_node = 0;       // processes of a generation pod; 0: no such role
 };
 
@@ -84,11 +86,6 @@ struct PlanContext {
   }
 };
 
-Layout layout_of(const ParallelSizes& sizes) {
-  return {
-      .tp = sizes.tensor, .cp = sizes.context, .ep = sizes.expert, .pp = sizes.pipeline, .etp = sizes.expert_tensor};
-}
-
 // Whose ranks a critic has, and whether they can share its batches.
 void place_critic(const PlanArguments& arguments, PlanContext& context) {
   const Config& config = context.config;
@@ -99,7 +96,8 @@ void place_critic(const PlanArguments& arguments, PlanContext& context) {
   }
   std::optional<int64_t> dp = derive_dp(layout_of(parallel_sizes(critic_config(config))), context.check.world);
   if (arguments.critic_ranks > 0) {
-    context.of_critic = critic_layout(config, arguments.critic_ranks);
+    context.of_critic = arguments.critic ? critic_layout(*arguments.critic, arguments.critic_ranks)
+                                         : critic_layout(config, arguments.critic_ranks);
     dp = context.of_critic.dp;
     context.critic_apart = std::exchange(context.beside.critic, std::nullopt);
     int64_t of_node = arguments.gpus_per_node > 0 ? arguments.gpus_per_node : config.cluster.processes;
@@ -126,11 +124,26 @@ int64_t engines_of_role(const RoleSpec& generation, const Config& config) {
 void take_layout(const RoleSpec& actor, PlanArguments& arguments, Config& config) {
   if (!auto_sizes(config).empty()) return;
   const Layout& layout = arguments.layout.emplace(layout_of(actor));
+  check_layout_agrees(parallel_sizes(config), layout, "actor");
   set_parallel_sizes(config, {.tensor = layout.tp,
                               .pipeline = layout.pp,
                               .context = layout.cp,
                               .expert = layout.ep,
                               .expert_tensor = layout.etp});
+}
+
+// Of the ranks that a critic has to itself; and what the trainer would refuse of the roles.
+void take_other_roles(const Roles& roles, PlanArguments& arguments, const Config& config) {
+  check_generation_role(config, roles.generation.has_value());
+  if (roles.critic) {
+    check_layout_agrees(parallel_sizes(critic_config(config)), layout_of(*roles.critic), "critic");
+    arguments.critic = layout_of(*roles.critic);
+    if (arguments.critic_ranks == 0) arguments.critic_ranks = world_size(*roles.critic);
+  }
+  if (!roles.generation) return;
+  check_engine_agrees(config, roles.generation->parallelism);
+  arguments.engine_node = processes_per_pod(*roles.generation);
+  if (arguments.engines == 0) arguments.engines = engines_of_role(*roles.generation, config);
 }
 
 // The configuration of a manifest's actor. What its roles say of ranks and engines becomes the arguments'.
@@ -149,13 +162,11 @@ Config config_of_manifest(PlanArguments& arguments, std::vector<std::string>& wa
   for (std::string& item : trainer_overrides(job)) overrides.push_back(std::move(item));
   overrides.insert(overrides.end(), arguments.overrides.begin(), arguments.overrides.end());
   const Roles& roles = job.spec.roles;
-  if (roles.critic && arguments.critic_ranks == 0) arguments.critic_ranks = world_size(*roles.critic);
   Config config = source.path.empty() ? load_config_text(source.inline_config.dump(), overrides, &warnings,
                                                          arguments.manifest, environment_variable)
                                       : load_config(source.path, overrides, &warnings, environment_variable);
   take_layout(*roles.actor, arguments, config);
-  if (roles.generation) arguments.engine_node = processes_per_pod(*roles.generation);
-  if (roles.generation && arguments.engines == 0) arguments.engines = engines_of_role(*roles.generation, config);
+  take_other_roles(roles, arguments, config);
   return config;
 }
 

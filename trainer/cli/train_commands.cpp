@@ -4,7 +4,6 @@
 #include <cstdlib>
 #include <iostream>
 #include <thread>
-#include <tuple>
 
 #include "api/runtime.h"
 #include "base/error.h"
@@ -20,6 +19,7 @@
 #include "trainer/algorithms/threads.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
+#include "trainer/cli/role_layout.h"
 #include "trainer/launch/launch.h"
 #include "trainer/launch/once.h"
 #include "trainer/launch/run_manifest.h"
@@ -43,29 +43,9 @@ std::vector<std::string> overrides_of(const TrainArguments& arguments) {
   return overrides;
 }
 
-// On a cluster the RLJob decides the sizes. A configuration in the image or in a config map is first seen here.
-void check_layout_agrees(const ParallelSizes& sizes, const Layout& layout, const std::string& role) {
-  const std::tuple<const char*, int64_t, int64_t> rows[] = {{"tp", sizes.tensor, layout.tp},
-                                                            {"pp", sizes.pipeline, layout.pp},
-                                                            {"cp", sizes.context, layout.cp},
-                                                            {"ep", sizes.expert, layout.ep},
-                                                            {"etp", sizes.expert_tensor, layout.etp}};
-  for (const auto& [name, configured, wanted] : rows) {
-    if (configured == 1 || configured == wanted) continue;
-    fail_user("the configuration says " + std::string(name) + " " + std::to_string(configured) +
-              (role == "actor" ? "" : " of the " + role) + ", but --layout says " + std::to_string(wanted) +
-              "; the RLJob decides: set spec.roles." + role + ".parallelism." + name + " or change the configuration");
-  }
-}
-
 // Of so many ranks.
 Layout configured_layout(const ParallelSizes& sizes, int world) {
-  Layout layout;
-  layout.tp = sizes.tensor;
-  layout.pp = sizes.pipeline;
-  layout.cp = sizes.context;
-  layout.ep = sizes.expert;
-  layout.etp = sizes.expert_tensor;
+  Layout layout = layout_of(sizes);
   layout.dp = derive_dp(layout, world).value_or(world);
   return layout;
 }
@@ -108,14 +88,7 @@ void check_engines(const Config& config, const TrainOptions& options) {
     fail_user(
         "launch --engines starts processes that generate, but policy.generation.colocated.enabled is true: set it to "
         "false, or leave --engines out");
-  if (!elsewhere && options.work_port > 0)
-    fail_user(
-        "the RLJob has pods that generate (spec.roles.generation), but policy.generation.colocated.enabled is true: "
-        "set it to false, or leave the role out");
-  if (elsewhere && in_pod && options.work_port == 0)
-    fail_user(
-        "policy.generation.colocated.enabled is false, but the RLJob has no pods that generate: add "
-        "spec.roles.generation, or set it to true");
+  if (in_pod || options.work_port > 0) check_generation_role(config, options.work_port > 0);
 }
 
 // Nobody can know the port where launch has chosen it and starts no engines, nor where there is none.

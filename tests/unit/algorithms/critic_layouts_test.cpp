@@ -351,7 +351,9 @@ TEST(SplitCritic, ItsLayoutIsThatOfItsSizes) {
   EXPECT_EQ(of({"value.megatron_cfg.pipeline_model_parallel_size=2"}, 4), (Layout{.dp = 2, .pp = 2}));
   EXPECT_EQ(test::error_of([&] { of({"value.megatron_cfg.tensor_model_parallel_size=2"}, 3); }),
             "the critic's 3 ranks cannot be divided by the 2 of its tensor x pipeline x context parallel size "
-            "(value.megatron_cfg, value.dtensor_cfg)");
+            "(value.megatron_cfg, value.dtensor_cfg, or an RLJob's spec.roles.critic.parallelism)");
+  // Of an RLJob's sizes, whatever dp they say.
+  EXPECT_EQ(critic_layout(Layout{.tp = 2, .dp = 7, .pp = 2}, 8), (Layout{.tp = 2, .dp = 2, .pp = 2}));
 }
 
 }  // namespace
