@@ -7,9 +7,11 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <iostream>
 #include <string>
 #include <thread>
 
@@ -20,6 +22,7 @@
 #include "trainer/parallel/context.h"
 #include "trainer/parallel/exchange.h"
 #include "trainer/parallel/peer_exchange.h"
+#include "trainer/parallel/row_checks.h"
 
 namespace trireme {
 namespace {
@@ -159,6 +162,22 @@ TEST_F(Exchanges, ACapturedGraphHasTheBitsOfTheDefinitionEachTimeItIsReplayed) {
       EXPECT_TRUE(equal_bits(gathered, parts.flatten(0, 1))) << replay;
       EXPECT_TRUE(equal_bits(scattered, defined.narrow(0, kRows / 2 * rank.context.rank(), kRows / 2))) << replay;
     }
+  });
+}
+
+// As if the two were an expert group that decodes, or a context group. A second call is what a start pays, with groups
+// and receive buffers there.
+TEST_F(Exchanges, SelfTestsOfExpertAndContextGroupsFindNothing) {
+  on_two(Milliseconds(120000), [](Rank& rank) {
+    const auto options = at::TensorOptions(rank.device()).dtype(at::kBFloat16);
+    double ms = 0;
+    for (int64_t call = 0; call < 2; ++call) {
+      const auto begin = std::chrono::steady_clock::now();
+      EXPECT_EQ(expert_exchange_problem(rank.group(), kWidth, options, /*decodes=*/true), std::nullopt);
+      EXPECT_EQ(context_exchange_problem(rank.group(), kWidth, options), std::nullopt);
+      ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+    }
+    if (rank.context.is_main()) std::cout << "both self-tests: " << ms << " ms\n";
   });
 }
 

@@ -67,7 +67,7 @@ void EngineRank::make_model() {
   }
   model_ = std::make_unique<Model>(description_, options);
   if (options.device.is_cpu()) choose_linear_mode(model_->linear_shapes(), options.dtype);
-  if (!rows_are_exact(*model_, config_, group_->ranks()) && group_->leads())
+  if (!rows_are_exact(*model_, config_, group_->ranks(), /*generates=*/true) && group_->leads())
     log_warn("engine", "linear layers do not keep row bits on this machine: log-probs differ from the loss's");
 }
 

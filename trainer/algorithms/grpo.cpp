@@ -247,8 +247,8 @@ class GrpoLoop final {
                                   ? engine_layout(config_, session_.policy->config().shape(), session_.context.layout())
                                   : session_.context.generation().layout;
     const Exactness found = exactness(arithmetic(generation), arithmetic(session_.context.layout()));
-    const bool exact =
-        elsewhere || rows_are_exact(refit_->model(), config_, session_.context);  // an engine looks itself
+    const bool exact = elsewhere || rows_are_exact(refit_->model(), config_, session_.context,
+                                                   /*generates=*/true);  // an engine looks itself
     if (!session_.context.is_main()) return found.equal && exact;
     if (!found.equal)
       log_warn("grpo", found.difference +

@@ -17,6 +17,7 @@
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
+#include "trainer/parallel/row_checks.h"
 #include "trainer/parallel/stage_links.h"
 
 namespace trireme {
@@ -121,22 +122,30 @@ int64_t most_rows_of_a_pass(const Config& config) {
                    p.generation.prefill_chunk_tokens + p.generation.max_running_samples});
 }
 
+// Of the groups whose rows meet in a pass. Collective over each.
+std::optional<std::string> exchange_problem_of(const Model& model, bool generates) {
+  const ModelOptions& options = model.options();
+  const LocalShape& local = model.local();
+  const auto rows = at::TensorOptions().dtype(options.dtype).device(options.device);
+  std::vector<std::optional<std::string>> problems;  // all are looked for: who is in several groups is awaited in each
+  if (options.tensor != nullptr) problems.push_back(exchange_problem(*options.tensor, local.hidden, rows));
+  if (options.experts != nullptr)
+    problems.push_back(expert_exchange_problem(*options.experts, local.hidden, rows, generates));
+  if (options.context != nullptr)
+    problems.push_back(context_exchange_problem(*options.context, 2 * local.kv_heads * local.head_dim, rows));
+  if (options.links != nullptr) problems.push_back(options.links->problem(local.hidden, rows));
+  for (std::optional<std::string>& problem : problems)
+    if (problem) return std::move(problem);
+  return std::nullopt;
+}
+
 }  // namespace
 
-bool rows_are_exact(const Model& model, const Config& config, ParallelContext& context) {
+bool rows_are_exact(const Model& model, const Config& config, ParallelContext& context, bool generates) {
   const ModelOptions& options = model.options();
   const bool products =
       products_are_exact(model.config(), model.local(), options.dtype, options.device, most_rows_of_a_pass(config));
-  std::optional<std::string> exchanges;
-  if (options.tensor != nullptr) {
-    exchanges = exchange_problem(*options.tensor, model.local().hidden,
-                                 at::TensorOptions().dtype(options.dtype).device(options.device));
-  }
-  if (options.links != nullptr) {
-    const auto rows =
-        options.links->problem(model.local().hidden, at::TensorOptions().dtype(options.dtype).device(options.device));
-    if (!exchanges) exchanges = rows;
-  }
+  const std::optional<std::string> exchanges = exchange_problem_of(model, generates);
   if (exchanges) log_warn("parallel", *exchanges);
   return context.world().all_reduce_max(products && !exchanges ? 0 : 1) == 0;
 }
@@ -165,7 +174,7 @@ std::unique_ptr<Model> load_reward_model(const RewardModelFolder& folder, const 
   } else {
     model = load_value_model(folder.dir, options);
   }
-  const bool exact = rows_are_exact(*model, config, context);
+  const bool exact = rows_are_exact(*model, config, context, /*generates=*/false);
   if (!context.is_main()) return model;
   log_info("train", "reward model " + config.env.reward_model.model_name + ": " +
                         std::to_string(folder.model.parameter_count()) + " parameters, whole on every rank");
@@ -246,7 +255,9 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     fail_user("the tokenizer of " + model_dir.string() + " has " + std::to_string(tokenizer->vocab_size()) +
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
-  linear_is_row_exact = rows_are_exact(*policy, config, context);
+  const bool generates =
+      has_rollouts(config) && !generates_elsewhere(config) && !generation_layout(config, context.layout());
+  linear_is_row_exact = rows_are_exact(*policy, config, context, generates);
   optimizer = make_optimizer(config, *policy, context);
   if (critic_model && !critic_link) critic = make_critic(*critic_model, options.rendezvous.local_rank, context);
   if (scorer) reward_model = load_reward_model(*scorer, config, options.rendezvous.local_rank, context);

@@ -50,9 +50,9 @@ struct TrainSummary {
 std::map<std::string, double> metrics_of_step(const Config& config, const std::map<std::string, double>& measured);
 
 // Whether log-probs of the sampler are those of the loss: products and exchanges keep a row's bits, whatever the other
-// rows, in passes of the configuration's sizes. Of all ranks, since how they share the samples depends on it.
-// Collective.
-bool rows_are_exact(const Model& model, const Config& config, ParallelContext& context);
+// rows, in passes of the configuration's sizes. `generates`: by this model, whose exchanges of decode steps count too.
+// Of all ranks, since how they share the samples depends on it. Collective.
+bool rows_are_exact(const Model& model, const Config& config, ParallelContext& context, bool generates);
 
 // The model of a run from its folder, or with policy.random_weights drawn for the configuration there.
 std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,

@@ -289,7 +289,7 @@ std::unique_ptr<CriticState> make_critic(const CriticModel& of, int local_rank, 
   // Loading chooses it too, and beside a policy that one has.
   if (context.of_critic() && critic->config.policy.random_weights && critic->model->options().device.is_cpu())
     choose_linear_mode(critic->model->linear_shapes(), critic->model->options().dtype);
-  const bool exact = rows_are_exact(*critic->model, critic->config, *critic->ranks);
+  const bool exact = rows_are_exact(*critic->model, critic->config, *critic->ranks, /*generates=*/false);
   critic->optimizer = make_optimizer(critic->config, *critic->model, *critic->ranks);
   if (!context.is_main()) return critic;
   const std::string split = of.layout.dp == of.layout.world() ? "" : ", in " + to_string(of.layout);
