@@ -4,6 +4,7 @@
 # cores, so it is no part of CI.
 #   SEED=2    other problems, another model, another warm start, other samples
 #   WAYS=...  some of: sync carry-over in-flight ppo; sync comes first where one with older weights is compared with it
+#   RATIO_FROM=training  the ratio of older tokens begins with log-probs of the step's weights, and they are weighed
 # Fails where a way begins above MOST (0.45), does not reach LEAST, where one with older weights takes more than
 # MOST_RATIO (1.25) times the steps of the synchronous run, or where a control passes 0.55. The last lines are a table.
 . "$(dirname "$0")/lib.sh"
@@ -12,6 +13,7 @@ seed=${SEED:-1}
 most=${MOST:-0.45}
 least=${LEAST:-0.90}
 ratio=${MOST_RATIO:-1.25}
+ratio_from=${RATIO_FROM:-generation}
 read -r -a ways <<<"${WAYS:-sync carry-over in-flight ppo}"
 trireme=${TRIREME:-$ROOT/build/cpu/trainer/cli/trireme}
 for way in "${ways[@]}"; do
@@ -40,9 +42,13 @@ if [ ! -e "$dir/.warm" ]; then
 fi
 
 # What each way says beside the quickstart's configuration. Carry-over and engines in flight with an age of 1.
+case $ratio_from in
+  generation) older=grpo.async_grpo.ratio_from=generation ;;
+  training) older=loss_fn.use_importance_sampling_correction=true ;;
+  *) die "RATIO_FROM: '$ratio_from' is neither generation nor training" ;;
+esac
 overlap="grpo.async_grpo.enabled=true grpo.async_grpo.max_trajectory_age_steps=1
-  grpo.async_grpo.in_flight_weight_updates=true loss_fn.use_importance_sampling_correction=true
-  grpo.batch_multiplier=1.0"
+  grpo.async_grpo.in_flight_weight_updates=true grpo.batch_multiplier=1.0 $older"
 args_of() { # args_of WAY NAME: the arguments of train
   local config=configs/quickstart.yaml section=grpo
   [ "$1" = ppo ] && config=configs/quickstart_ppo.yaml section=ppo
