@@ -24,6 +24,7 @@ class CarriedRollouts final : public RolloutSource {
   Step collect(RankShares& shares, std::map<std::string, double>& values) override;
   void trained(int64_t step) override { carry_->trained(step); }
   void make_way() override;
+  void set_aside() override { carry_->set_aside(); }
   const DataPlace& place() const override { return prompts_.place(); }
   SavedGroups saved() const override { return carry_->saved(); }
   int64_t restore(const SavedGroups& saved) override { return carry_->restore(saved); }

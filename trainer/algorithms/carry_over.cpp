@@ -415,10 +415,10 @@ CarriedStep CarryOver::collect(RankShares& shares) {
     ++step.rounds;
   }
   told_.clear();
-  // What is still under way is in the way of training where it has the lines between stages, or a model that training
-  // takes the memory of.
-  const GenerationRanks& ranks = context_.generation();
-  if (!options_.keep_cache || ranks.apart || ranks.replica->size() > 1) {
+  // What is still under way is in the way of training where it has the lines between ranks that share the model, or a
+  // model that training takes the memory of.
+  const bool shared = context_.generation().replica->size() > 1 || context_.holders().size() > 1;
+  if (!options_.keep_cache || context_.generation().apart || shared) {
     const PhaseTimer::Scope generation = timer_.enter(Phase::kGeneration);
     finished(options_.keep_cache ? engine_.settle() : engine_.suspend());
   }
@@ -429,8 +429,12 @@ CarriedStep CarryOver::collect(RankShares& shares) {
 
 void CarryOver::trained(int64_t step) { ledger_.trained(step); }
 
-void CarryOver::make_way() {
+void CarryOver::set_aside() {
   if (!engine_.idle()) finished(engine_.suspend());
+}
+
+void CarryOver::make_way() {
+  set_aside();
   const Deadline deadline = Deadline::after(Milliseconds(static_cast<int64_t>(options_.timeout_s * 1000)));
   while (!unrewarded_.empty()) {
     take_rewards(std::min(Milliseconds(1000), deadline.remaining()));

@@ -79,6 +79,8 @@ class CarryOver final {
   // Before the engine or the rewards are somebody else's, as a validation's: nothing is under way in either. What runs
   // is set aside until the next collect().
   void make_way();
+  // Likewise of the engine alone.
+  void set_aside();
 
   const Ledger& ledger() const { return ledger_; }
   uint64_t sample_id(int64_t group) const;  // of its first sample

@@ -55,6 +55,7 @@ class DedicatedRollouts final : public RolloutSource {
   Step collect(RankShares& shares, std::map<std::string, double>& values) override;
   void trained(int64_t step) override;
   void make_way() override {}
+  void set_aside() override {}
   void prepare_save() override;
   void finish() override;
   const DataPlace& place() const override { return place_; }

@@ -383,7 +383,7 @@ class GrpoLoop final {
   void save() {
     const bool shared = session_.policy->options().sharding.weights;
     if (refit_ != nullptr && shared && config_.checkpointing.enabled) {
-      if (keeps_cache(config_)) source_->make_way();
+      if (keeps_cache(config_)) source_->set_aside();
       engine_.release_cache();
       refit_->release();
     }

@@ -36,7 +36,7 @@ struct DataPlace {
 };
 
 // One per rank, on its training thread; all ranks make the same calls, in this order: collect(), trained(), collect(),
-// ...; make_way() between trained() and collect(), or before the first one.
+// ...; make_way() and set_aside() between trained() and collect(), or before the first one.
 class RolloutSource {
  public:
   RolloutSource() = default;
@@ -58,6 +58,8 @@ class RolloutSource {
   // Collective. Before the engine or the rewards are somebody else's until the next collect(), as a validation's:
   // nothing is under way in either.
   virtual void make_way() = 0;
+  // Before the engine's memory is somebody else's until the next collect(): nothing is under way in it. Rewards are.
+  virtual void set_aside() = 0;
 
   // Of a critic: called in collect() with samples of its step whose tokens are final, while others are generated; with
   // each once, on one rank. What it fills into Sample::values may be the step's. May be empty.

@@ -165,7 +165,8 @@ class Engine final {
   // Behind it the device does nothing for the engine, and the lines between stages are others' until the next step.
   std::vector<GeneratedGroup> settle();
   // settle(), and sets all unfinished samples aside with the tokens they have: nothing is cached any more, and the
-  // engine is idle. Of engines that step together or over stages, all do either behind the same step.
+  // engine is idle. Of an engine over stages all ranks do either behind the same step; of engines that step together
+  // each for itself.
   std::vector<GeneratedGroup> suspend();
   // What was set aside goes on. Before anything else is submitted.
   void resume();

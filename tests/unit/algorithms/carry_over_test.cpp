@@ -386,7 +386,9 @@ TEST(CarryOver, RanksThatShareAModelAgreeOnEveryStep) {
     const std::vector<Seen> ranks = on_split(split);
     const Layout& layout = split.layout;
     check(ranks.front(), split.setup);
-    EXPECT_GT(ranks.front().carried, 0);
+    if (split.setup.places < few.places) {
+      EXPECT_GT(ranks.front().carried, 0);
+    }
     EXPECT_EQ(static_cast<int64_t>(ranks.front().shares.samples.size()), layout.dp);
     for (const std::vector<Sample>& samples : ranks.front().steps) {
       if (layout.tp == 1) {
@@ -538,7 +540,8 @@ TEST(CarryOver, KeptKeysAreMarked) {
   const Case setup{.keep_cache = true};
   for (const Layout& layout : {Layout{.tp = 2}, Layout{.pp = 2}}) {
     int64_t of_split = 0;
-    for (const std::vector<Sample>& samples : on_split({layout, setup}).front().steps) {
+    const std::vector<Seen> ranks = on_split({layout, setup});
+    for (const std::vector<Sample>& samples : ranks.front().steps) {
       for (const Sample& sample : samples) of_split += sample.mixed_context ? 1 : 0;
     }
     EXPECT_GT(of_split, 0) << to_string(layout);
