@@ -4,6 +4,7 @@
 # cores, so it is no part of CI.
 #   SEED=2    other problems, another model, another warm start, other samples
 #   WAYS=...  some of: sync carry-over in-flight ppo; sync comes first where one with older weights is compared with it
+#   MORE='policy.optimizer.kwargs.lr=3e-4'  overrides of every run
 #   RATIO_FROM=training  the ratio of older tokens begins with log-probs of the step's weights, and they are weighed
 # Fails where a way begins above MOST (0.45), does not reach LEAST, where one with older weights takes more than
 # MOST_RATIO (1.25) times the steps of the synchronous run, or where a control passes 0.55. The last lines are a table.
@@ -55,7 +56,7 @@ args_of() { # args_of WAY NAME: the arguments of train
   echo train --config $config policy.model_name="$dir/sft" data.train.data_path="$dir/task/train.jsonl" \
     data.validation.data_path="$dir/task/held_out.jsonl" checkpointing.checkpoint_dir="$dir/$2" \
     logger.log_dir="$dir/$2-logs" $section.val_period=10 $section.stop_at_validation_threshold="$least" \
-    $section.seed="$seed" checkpointing.save_period=1000 logger.prometheus.enabled=false
+    $section.seed="$seed" checkpointing.save_period=1000 logger.prometheus.enabled=false ${MORE:-}
   case $1 in
     # Fewer places than a step has samples: some of the next step's begin before this one's are complete.
     carry-over) echo $overlap policy.generation.max_running_samples=256 ;;
