@@ -31,6 +31,17 @@ TEST(Validate, AcceptsADefaultJob) {
   EXPECT_EQ(warnings_of(""), "");
 }
 
+TEST(Validate, MistakesInATemplateAreBounded) {
+  RLJob job = parse_rljob(job_yaml(), "f");
+  Json containers = Json::array();
+  for (int i = 0; i < 250; ++i)
+    containers.push_back({{"name", "c" + std::to_string(i)}, {"env", {Json::object(), Json::object()}}});
+  job.spec.roles.actor->pod_template = {{"spec", {{"containers", containers}}}};
+  const std::vector<Issue> errors = validate(job).errors;
+  EXPECT_EQ(errors.size(), 201u);
+  EXPECT_EQ(to_string({errors.at(200)}), "spec.roles.actor.template: and 300 more errors in this template");
+}
+
 TEST(Validate, Names) {
   EXPECT_EQ(errors_of("", std::string(40, 'a')), "");
   EXPECT_THAT(errors_of("", std::string(41, 'a')), HasSubstr("metadata.name: is 41 characters long; at most 40"));
