@@ -349,5 +349,9 @@ inline constexpr int kMaxDepth = 64;
 // Of one document; a key counts as a value, too. A value takes up to about 100 bytes of memory beside its text, so that
 // a tree has at most some 10 MB and its text.
 inline constexpr size_t kMaxValues = 100000;
+// Of a specification, with its defaults: as JSON text, and its values and keys. A pod's body is about as large as its
+// role's template, and an attempt makes thousands of pods. Two specifications fit into kMaxValues.
+inline constexpr size_t kMaxSpecBytes = 256 << 10;
+inline constexpr size_t kMaxSpecValues = 40000;
 
 }  // namespace trireme

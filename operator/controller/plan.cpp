@@ -62,6 +62,11 @@ bool Planner::accept() {
   std::vector<Issue> issues = o_.issues;
   // What an older operator refused may be possible by now.
   if (issues.empty() && (!seen || invalid)) issues = validate(job_).errors;
+  // One that was accepted before there was a bound: none of its objects is made any more.
+  const bool makes_attempt = in(phase::kPending) || in(phase::kQueued) || in(phase::kRestarting);
+  if (issues.empty() && makes_attempt) {
+    if (auto issue = size_issue(job_.spec)) issues.push_back(std::move(*issue));
+  }
   if (!issues.empty()) {
     refuse("Invalid", to_string(issues, {}, 5));
     return false;

@@ -189,7 +189,7 @@ void Writer::create(const ObjectKey& key, const RLJob& job, Action& action, cons
     if (apply) {
       compare(key, job, action, client_.create(action.resource, action.body, deadline));
     } else {
-      client_.post(action.resource, std::move(action.body), deadline);
+      client_.post(action.resource, action.make ? action.make() : std::move(action.body), deadline);
     }
     return;
   } catch (const ApiError& e) {

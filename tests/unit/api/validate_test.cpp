@@ -31,6 +31,25 @@ TEST(Validate, AcceptsADefaultJob) {
   EXPECT_EQ(warnings_of(""), "");
 }
 
+TEST(Validate, SpecificationsHaveABound) {
+  RLJob job = parse_rljob(job_yaml(), "f");
+  Json& note = job.spec.roles.actor->pod_template["metadata"]["annotations"]["a"];
+  note = "";
+  const size_t rest = to_json(job)["spec"].dump().size();
+  note = std::string((256 << 10) - rest, 'x');
+  EXPECT_EQ(to_string(validate(job).errors), "");
+  note = std::string((256 << 10) - rest + 1, 'x');
+  EXPECT_EQ(to_string(validate(job).errors),
+            "spec: is 262145 bytes long as JSON; at most 262144 are allowed; put files and long lists into the image, "
+            "a volume or a ConfigMap");
+  note = "";
+  Json& list = job.spec.roles.actor->pod_template["spec"]["tolerations"];
+  list = std::vector<int>(39000, 0);
+  EXPECT_EQ(to_string(validate(job).errors), "");
+  list = std::vector<int>(40000, 0);
+  EXPECT_THAT(to_string(validate(job).errors), HasSubstr("values and keys; at most 40000 are allowed"));
+}
+
 TEST(Validate, MistakesInATemplateAreBounded) {
   RLJob job = parse_rljob(job_yaml(), "f");
   Json containers = Json::array();

@@ -263,7 +263,23 @@ TEST(Objects, ServiceComesFirstAndPodsLast) {
   EXPECT_GT(actions[3].wave, actions[2].wave);
   EXPECT_EQ(actions[4].resource.plural, "pods");
   EXPECT_GT(actions[4].wave, actions[3].wave);
-  EXPECT_EQ(actions[4].body["spec"]["schedulingGroup"]["podGroupName"], "quick-a2");
+  EXPECT_EQ(actions[4].content()["spec"]["schedulingGroup"]["podGroupName"], "quick-a2");
+}
+
+TEST(Objects, APodsBodyIsMadeWhenItIsAskedFor) {
+  std::vector<Action> actions;
+  std::vector<WantedPod> wanted;
+  {
+    const Made m = made(kTwoPods);
+    wanted = wanted_pods(m.job, 2);
+    actions = pod_actions(m.context(), wanted, 1);
+  }
+  ASSERT_EQ(actions.size(), 2u);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_TRUE(actions[i].body.is_null());
+    EXPECT_EQ(actions[i].name, wanted[i].name);
+    EXPECT_EQ(actions[i].content()["metadata"]["name"], wanted[i].name) << "the plan's context is gone";
+  }
 }
 
 // ---- what the caches make of objects

@@ -562,6 +562,25 @@ TEST(Plan, RunningJobEditedIntoNonsenseRunsOn) {
   EXPECT_EQ(w.condition("Accepted")->reason, "Invalid");
 }
 
+TEST(Plan, AJobTooLargeThatWasAcceptedOnceGetsNoAttempt) {
+  World w = two_pods();
+  w.run();
+  const int64_t created = w.created_total;
+  w.job.spec.roles.actor->pod_template = {{"metadata", {{"annotations", {{"a", std::string(300000, 'x')}}}}}};
+  for (int i = 0; i < 3; ++i) w.reconcile();
+  EXPECT_EQ(w.condition("Accepted")->status, "True") << "what runs goes on";
+  for (const char* phase : {phase::kPending, phase::kQueued, phase::kRestarting}) {
+    w.pods.clear();
+    w.job.status.phase = phase;
+    for (int i = 0; i < 3; ++i) w.reconcile();
+    EXPECT_EQ(w.created_total, created) << phase;
+    EXPECT_EQ(w.condition("Accepted")->reason, "Invalid") << phase;
+    EXPECT_NE(w.condition("Accepted")->message.find("bytes long as JSON; at most 262144 are allowed"),
+              std::string::npos);
+    set_condition(w.job.status, "Accepted", "True", "Accepted", "", w.now_ms);
+  }
+}
+
 TEST(Plan, MissingBackendIsSaidAndWaitedFor) {
   World w = two_pods("  scheduling: {backend: Volcano}\n");
   w.reconcile();

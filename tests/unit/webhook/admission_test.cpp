@@ -127,6 +127,16 @@ TEST(Admission, WhatTheServerKeepsBesideTheSpecificationDoesNotCount) {
   EXPECT_EQ(response_of(review_defaulting(body, {}))["allowed"], true);
 }
 
+TEST(Admission, TheLargestSpecificationsFitIntoOneReview) {
+  Json job = good_job();
+  job["spec"]["roles"]["actor"]["template"] = {{"spec", {{"tolerations", std::vector<int>(39000, 0)}}}};
+  Json suspended = job;
+  suspended["spec"]["suspend"] = true;
+  const std::string body = review("UPDATE", suspended, job).dump();
+  EXPECT_EQ(response_of(review_validating(body))["allowed"], true);
+  EXPECT_EQ(response_of(review_defaulting(body, {}))["allowed"], true);
+}
+
 TEST(Admission, TreesAreBounded) {
   std::string many = "{}";
   for (int i = 0; i < 500000; ++i) many += ",{}";
