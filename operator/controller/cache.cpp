@@ -329,6 +329,7 @@ CachedPod read_pod(const Json& object) {
   pod.job = text(labels, kLabelJob);
   pod.role = text(labels, kLabelRole);
   pod.job_uid = hash64(text(labels, kLabelJobUid));
+  pod.status_ca = text(labels, kLabelStatusCa);
   pod.rank = static_cast<int32_t>(label_number(metadata, kLabelRank, -1));
   pod.attempt = static_cast<int32_t>(label_number(metadata, kLabelAttempt, 0));
   pod.incarnation = static_cast<int32_t>(label_number(metadata, kLabelIncarnation, 0));
@@ -406,6 +407,7 @@ ObservedPod observe(const std::string& name, const CachedPod& cached) {
   pod.gated = cached.gated;
   pod.deleting = cached.deleting;
   pod.node = cached.node;
+  pod.status_ca = cached.status_ca;
   if (cached.main_exit) pod.main_exit = *cached.main_exit;
   if (cached.trouble) {
     pod.reason = cached.trouble->reason;

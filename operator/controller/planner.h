@@ -59,6 +59,9 @@ class Planner final {
   void overdue(const Failure& failure);
   Failure hang(Milliseconds age, const std::string& step_phase, bool unheard) const;
   std::vector<WantedPod> missing_pods() const;
+  // The pod that reports checks the status server with another CA than the operator has today.
+  bool under_other_ca() const;
+  void cannot_report();
   bool heard() const { return o_.report && o_.report->attempt == job_.status.attempt; }
   bool all_ready() const;
 

@@ -82,6 +82,25 @@ TEST(Objects, PodsGetTheAuthorityOfTheStatusServer) {
             std::string(kStatusTokenMountPath) + "/" + sources[1]["configMap"]["items"][0]["path"].get<std::string>());
 }
 
+TEST(Objects, PodsAreMarkedWithTheAuthorityThatTheyGot) {
+  Made m = made(kTwoPods);
+  const auto mark = [&](const char* pem) {
+    m.options.status_ca = [pem] { return std::string(pem); };
+    const Json p = pod(m.context(), "actor", 0);
+    const std::string seen = observe("x", read_pod(pod_fields().parse(p.dump()))).status_ca;
+    EXPECT_EQ(p["metadata"]["labels"].value(kLabelStatusCa, ""), seen);
+    EXPECT_EQ(seen, status_ca_mark(m.options));
+    EXPECT_LE(seen.size(), 63u) << "a label's value";
+    return seen;
+  };
+  EXPECT_EQ(mark(""), "");
+  EXPECT_NE(mark("ONE"), "");
+  EXPECT_EQ(mark("ONE"), mark("ONE"));
+  EXPECT_NE(mark("ONE"), mark("TWO"));
+  m.options.status_url.clear();
+  EXPECT_FALSE(pod(m.context(), "actor", 0)["metadata"]["labels"].contains(kLabelStatusCa)) << "no reports, no CA";
+}
+
 TEST(Objects, PodsOfARoleDifferOnlyInTheirPlace) {
   const Made m = made(kTwoPods);
   Json a = pod(m.context(), "actor", 0), b = pod(m.context(), "actor", 1);

@@ -169,6 +169,7 @@ struct World {
       pod.rank = rank;
       pod.incarnation = incarnation;
       pod.failures_before = number_of(labels, kLabelFailures);
+      pod.status_ca = labels.value(kLabelStatusCa, "");
       pod.attempt = attempt;
       pods[action.name] = pod;
       ever[action.name] = false;
