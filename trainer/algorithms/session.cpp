@@ -297,8 +297,9 @@ void Session::make_checkpoints(const TrainOptions& options, const ModelConfig* c
   checkpoints = std::make_unique<CheckpointManager>(checkpoint, fingerprint, context);
   checkpoints->on_wait = [this] { heartbeat(); };
   if (critic_link != nullptr) {  // no checkpoint of the actor without its critic's
-    checkpoints->before_commit = [this](int64_t step, const std::atomic<bool>& cancelled) {
-      critic_link->wait_saved(step, cancelled);
+    checkpoints->before_commit = [this](int64_t step, const std::atomic<bool>& cancelled,
+                                        const std::function<void()>& moves) {
+      critic_link->wait_saved(step, cancelled, moves);
     };
   }
   optimizer->before_update = [this] {

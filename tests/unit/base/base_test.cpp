@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <thread>
 
 #include "base/atomic_file.h"
 #include "base/clock.h"
@@ -122,6 +123,19 @@ TEST(Files, LargeOnesAreThereWhenTheyAreWhole) {
   EXPECT_EQ(read_file(path), part + "end");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), std::filesystem::directory_iterator()), 1);
   EXPECT_THROW(AtomicFile("/nonexistent/folder/x"), Error);
+}
+
+TEST(Clock, PatienceBeginsAnewWithEachNewCountOnly) {
+  Patience patience(Milliseconds(1000));
+  EXPECT_TRUE(patience.moved(0));
+  EXPECT_FALSE(patience.moved(0));
+  EXPECT_FALSE(patience.passed());
+  std::this_thread::sleep_for(Milliseconds(1010));
+  EXPECT_FALSE(patience.moved(0));
+  EXPECT_TRUE(patience.passed());
+  EXPECT_TRUE(patience.moved(3));
+  EXPECT_FALSE(patience.passed());
+  EXPECT_EQ(patience.seconds(), 1);
 }
 
 TEST(Files, OneAtATimeHasTheLock) {

@@ -231,7 +231,8 @@ TEST(Checkpoint, WhatACommitWaitsForDecidesAboutIt) {
   const TemporaryDirectory dir;
   TestRun run(dir.path());
   std::vector<int64_t> waited, committed;
-  run.manager->before_commit = [&](int64_t step, const std::atomic<bool>&) {
+  run.manager->before_commit = [&](int64_t step, const std::atomic<bool>&, const std::function<void()>& moves) {
+    moves();
     waited.push_back(step);
     if (step == 2) throw Error(ErrorKind::kUnavailable, "critic rank 0 has died");
   };
