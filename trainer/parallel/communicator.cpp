@@ -69,7 +69,10 @@ struct JobStore::Impl {
   std::mutex mutex;
   c10::intrusive_ptr<c10d::TCPStore> tcp;        // null with one rank
   c10::intrusive_ptr<c10d::PrefixStore> scoped;  // keys of this attempt
-  std::unique_ptr<Lifeline> lifeline;            // ends first: the others hear of it before the store goes
+  // The same over a connection of its own, null with one rank: c10d holds a connection while it waits for a key, and
+  // groups wait so for ranks that Attendance meanwhile looks for.
+  c10::intrusive_ptr<c10d::PrefixStore> of_groups;
+  std::unique_ptr<Lifeline> lifeline;  // ends first: the others hear of it before the store goes
 };
 
 JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique<Impl>()) {
@@ -102,7 +105,8 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   } catch (const std::exception& error) {
     fail(ErrorKind::kTimeout, error.what());
   }
-  impl_->scoped = c10::make_intrusive<c10d::PrefixStore>("attempt-" + rendezvous.attempt, impl_->tcp);
+  const std::string attempt = "attempt-" + rendezvous.attempt;
+  impl_->scoped = c10::make_intrusive<c10d::PrefixStore>(attempt, impl_->tcp);
   if (rendezvous.world_size > 1) {
     try {
       if (rendezvous.rank == 0)
@@ -113,6 +117,16 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
     } catch (const Error& error) {
       impl_->lifeline->leaving();  // the others wait for this rank no more than it for them
       fail(error.kind(), error.what());
+    }
+    options.isServer = false;
+    options.masterListenFd.reset();
+    options.numWorkers.reset();  // of a server
+    try {
+      impl_->of_groups = c10::make_intrusive<c10d::PrefixStore>(
+          attempt, c10::make_intrusive<c10d::TCPStore>(rendezvous.master_address, options));
+    } catch (const std::exception& error) {
+      impl_->lifeline->leaving();
+      fail(ErrorKind::kTimeout, error.what());
     }
   }
 }
@@ -208,7 +222,7 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
   rank_ = static_cast<int>(own - group.ranks.begin());
   if (size_ == 1) return;
   impl_ = std::make_unique<Impl>();
-  impl_->store = store.impl().scoped;
+  impl_->store = store.impl().of_groups;
   impl_->timeout = rendezvous.timeout;
   impl_->name = name_;
   impl_->rank = rank_;
