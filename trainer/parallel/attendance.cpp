@@ -275,6 +275,11 @@ void Attendance::run() {
   }
   std::optional<Front> waiting;
   const Deadline limit = Deadline::after(timeout_);
+  const auto host_waits = [this] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return waits_in_ < 0 ? Waits{} : waits_now();
+  };
+  const Waits before = host_waits();
   while (!stopping() && !limit.passed()) {
     update_queues();
     if (waiting && still_pending(waiting->group, waiting->queued.what.sequence)) {
@@ -288,6 +293,11 @@ void Attendance::run() {
     waiting = now.empty() ? std::nullopt : std::optional<Front>(now.front());
     sleep(std::max(grace_, 2 * period_));
   }
+  // A group that connects waits for an answer of the store as well, for ever.
+  const Waits still = host_waits();
+  if (stopping() || before.group.empty() || still.group != before.group || still.sequence != before.sequence) return;
+  leave(on_deadline_, "leaves: number " + std::to_string(still.sequence) + " of group '" + still.group +
+                          "' does not end; " + name_of(0) + kSilent);
 }
 
 bool Attendance::look() {
@@ -493,6 +503,7 @@ std::string Attendance::describe(const Absence& absence, int group) {
   } catch (const std::exception& error) {
     log_debug("parallel", error.what());
   }
+  if (store_.silent()) text += "; " + name_of(0) + kSilent;
   if (absence.ranks.size() > kShown) text += "; and " + std::to_string(absence.ranks.size() - kShown) + " more ranks";
   return text;
 }

@@ -57,7 +57,12 @@ std::string name_of_job_rank(const Layout& layout, int actor_ranks, int rank);
 
 class Lifeline;
 
-// The rendezvous, and then the job-wide key-value store. Rank 0 is the server. One lock: safe from any thread.
+// What is said of rank 0 when the store does not answer.
+inline constexpr const char* kSilent = ", which keeps the store, stands still or cannot be reached";
+
+// The rendezvous, and then the job-wide key-value store. Rank 0 is the server. Calls come from any thread and go one
+// after the other. All throw Error(kTimeout) when rank 0 has gone, or has not answered for rendezvous.timeout and at
+// most 30 s more: then all at once.
 class JobStore final {
  public:
   // Returns when all ranks have come. Throws Error(kUnavailable) naming a rank that has died before, Error(kTimeout) at
@@ -70,6 +75,7 @@ class JobStore final {
   std::string get(const std::string& key);  // waits for the key, Error(kTimeout) that names it
   bool has(const std::string& key);
   void remove(const std::string& key);  // nothing where it is not there
+  bool silent() const;                  // a call was not answered in time
   Lifeline& lifeline();                 // who of the others is still there; with one rank nobody is watched
 
   struct Impl;

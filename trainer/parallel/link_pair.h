@@ -29,11 +29,12 @@ class LinkCancel final {
 // A connection of its own to the job's store, with the keys of the attempt. One thread at a time.
 class LinkStore final {
  public:
-  // Throws Error(kTimeout) that names the store when it cannot be reached. `timeout` is of every other call, too.
+  // Throws Error(kTimeout) that names the store when it cannot be reached. `timeout` is of every other call, too, with
+  // a second more for the answer.
   LinkStore(const std::string& address, int port, const std::string& attempt, Milliseconds timeout);
   ~LinkStore();
 
-  // All throw Error(kUnavailable) that names the store when it has gone.
+  // All throw Error(kUnavailable) that names the store when it has gone or does not answer.
   int64_t add(const std::string& key, int64_t amount);  // returns the new value
   void set(const std::string& key, const std::string& value);
   void erase(const std::string& key);
