@@ -68,6 +68,7 @@ struct ObservedPod {
   int64_t finished_ms = 0;  // by the node's clock; only to order failures
   int64_t lived_ms = 0;     // of the container that failed
   NodeState node_state = NodeState::kUnknown;
+  bool node_unclear = false;  // the cache does not hold its node, nor has the API server said that it is gone
   Milliseconds node_bad_for{0};
   Milliseconds on_bad_node_for{0};  // since it was first seen on its node while that is NotReady
   Milliseconds ended_for{0};        // the main container at least

@@ -314,6 +314,18 @@ TEST(Plan, LostNodeRestartsForFreeAndItsPodGoesWithTheNode) {
   EXPECT_TRUE(w.violations.empty());
 }
 
+TEST(Plan, ANodeThatIsNotClearIsAskedAboutAgain) {
+  World w = two_pods();
+  w.run();
+  Observed o = w.observe();
+  o.pods[0].node_state = NodeState::kUnknown;
+  o.pods[0].node_unclear = true;
+  const Plan p = plan(o, w.options);
+  EXPECT_FALSE(p.decision);
+  ASSERT_TRUE(p.requeue_after);
+  EXPECT_LE(*p.requeue_after, Milliseconds(10000)) << "no news may ever come of it";
+}
+
 TEST(Plan, PodStuckOnAGoodNodeIsNeverForced) {
   World w = two_pods("  failurePolicy: {terminationTimeoutSeconds: 30}\n");
   w.run();

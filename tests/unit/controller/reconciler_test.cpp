@@ -281,6 +281,28 @@ TEST(Reconciler, LostNodeRestarts) {
   EXPECT_EQ(c.violations(), std::vector<std::string>{});
 }
 
+TEST(Reconciler, NodesThatTheWatchKeepsBackAreNotLost) {
+  Cluster c;
+  const auto node_of = [](int i) { return ObjectKey{"", "node-" + std::to_string(i)}; };
+  for (int i = 0; i < 3; ++i) c.server.erase(resources::kNodes, node_of(i));
+  c.server.inject({.method = "GET", .path_part = "/api/v1/nodes?allowWatchBookmarks", .status = 503, .times = -1});
+  c.start_operator();
+  for (int i = 0; i < 3; ++i) c.put_node(i, true);  // as an autoscaler does
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.server.count("GET", "/api/v1/nodes/node-") >= 4; }));
+  EXPECT_EQ(c.attempt(job), 1);
+  EXPECT_EQ(c.job(job)["status"].value("freeRestarts", 0), 0);
+  // No answer is no loss either; 404 is.
+  c.server.inject({.method = "GET", .path_part = "/api/v1/nodes/node-", .status = 403, .times = 4});
+  const int before = c.server.count("GET", "/api/v1/nodes/node-");
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.server.count("GET", "/api/v1/nodes/node-") >= before + 4; }));
+  EXPECT_EQ(c.attempt(job), 1);
+  for (int i = 0; i < 3; ++i) c.server.erase(resources::kNodes, node_of(i));
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.attempt(job) >= 2; }));
+  EXPECT_EQ(c.job(job)["status"]["lastFailure"]["reason"], "NodeLost");
+}
+
 TEST(Reconciler, ForeignPodInTheWayIsNotTouched) {
   Cluster c;
   c.kubelets = false;
