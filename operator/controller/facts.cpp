@@ -24,7 +24,7 @@ void observe_policy(const Facts& facts, Observed& observed) {
 
 void observe_refusal(const Facts& facts, Observed& observed) {
   const std::optional<Refusal>& refusal = facts.answers.refusal;
-  if (!refusal || refusal->attempt != observed.job.status.attempt) return;
+  if (!refusal || !refusal->is_of(observed.job.metadata.uid, observed.job.status.attempt)) return;
   observed.rejection = refusal->message;
   observed.rejection_kind = refusal->kind;
   observed.rejection_final = refusal->is_final;

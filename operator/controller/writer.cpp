@@ -148,8 +148,8 @@ bool Writer::carry_out(const ObjectKey& key, const RLJob& job, std::vector<Actio
     return true;
   } catch (const Refused& e) {
     if (!pods) throw ApiError(e.error);
-    refusal = refused(refusal, job.status.attempt, e.kind, e.error, SteadyClock::now(), options_.refusal_min,
-                      options_.refusal_max);
+    refusal = refused(refusal, job.metadata.uid, job.status.attempt, e.kind, e.error, SteadyClock::now(),
+                      options_.refusal_min, options_.refusal_max);
     if (refusal->in_a_row == 1) log_warn("controller", key.str() + ": " + e.error.what());
     return false;
   }

@@ -79,12 +79,15 @@ TEST(Facts, OnlyTheJobsOwnObjectsAreSeen) {
 
 TEST(Facts, ARefusalHoldsForItsAttemptAndRunsOut) {
   Look look;
-  look.facts.answers.refusal = Refusal{1, "Pod", "exceeded quota", false, 1, look.facts.now + seconds(4)};
+  look.facts.answers.refusal = Refusal{"uid-quick", 1, "Pod", "exceeded quota", false, 1, look.facts.now + seconds(4)};
   EXPECT_EQ(look.at(1).rejection, "exceeded quota");
   EXPECT_EQ(look.at(1).rejection_kind, "Pod");
   EXPECT_EQ(look.at(1).rejection_wait, seconds(3));
   EXPECT_EQ(look.at(9).rejection_wait, seconds(0));
   EXPECT_TRUE(look.at(9).rejection) << "it is what the last try met with";
+  look.facts.snapshot.job.metadata.uid = "uid-of-the-next";
+  EXPECT_FALSE(look.at(1).rejection) << "a job that was made again under the name";
+  look.facts.snapshot.job.metadata.uid = "uid-quick";
   look.facts.snapshot.job.status.attempt = 2;
   EXPECT_FALSE(look.at(1).rejection);
 }
