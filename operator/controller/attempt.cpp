@@ -100,6 +100,7 @@ void Planner::clear() {
     requeue(Milliseconds(left));
     return;
   }
+  if (lacks_backend()) return;
   if (!o_.live) {
     out_.needs_live = true;
     return;
@@ -163,6 +164,7 @@ void Planner::queued() {
 }
 
 void Planner::make_gang(const std::vector<WantedPod>& missing) {
+  if (lacks_backend()) return;
   if (!o_.live) {
     out_.needs_live = true;
     return;

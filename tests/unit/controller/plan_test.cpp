@@ -603,6 +603,54 @@ TEST(Plan, MissingBackendIsSaidAndWaitedFor) {
   EXPECT_EQ(w.job.status.phase, phase::kQueued);
 }
 
+TEST(Plan, ABackendThatIsMissingLaterIsWaitedForToo) {
+  const scheduling::Discovery volcano = {{"scheduling.volcano.sh/v1beta1", {"podgroups"}}};
+  World w = two_pods("  scheduling: {backend: Volcano}\n");
+  w.options.discovery = volcano;
+  w.run();
+  w.options.discovery.clear();
+  w.reconcile();
+  EXPECT_EQ(w.job.status.phase, phase::kRunning) << "what runs needs none";
+  EXPECT_EQ(w.condition("Accepted")->status, "True");
+  w.fail_pod(w.actor(1), 1);
+  w.reconcile();
+  w.finish_deletions();
+  for (int i = 0; i < 3; ++i) {
+    w.now_ms += 60'000;
+    w.reconcile();
+    EXPECT_EQ(w.created_total, 2) << "pods of a gang without the gang";
+    EXPECT_EQ(w.job.status.phase, phase::kRestarting);
+    EXPECT_EQ(w.job.status.waiting, "BackendMissing");
+    EXPECT_EQ(w.condition("Accepted")->reason, "BackendMissing");
+    EXPECT_EQ(w.services.count(1), 1u) << "the gang that it stands for could not be removed";
+  }
+  const std::string said = to_json(w.job).dump();
+  w.now_ms += 60'000;
+  w.reconcile();
+  EXPECT_EQ(to_json(w.job).dump(), said) << "it is said once";
+  w.options.discovery = volcano;
+  w.reconcile();
+  w.reconcile();
+  EXPECT_EQ(w.condition("Accepted")->status, "True");
+  EXPECT_EQ(w.job.status.phase, phase::kQueued);
+  EXPECT_EQ(w.created_total, 4);
+  EXPECT_EQ(w.services.count(1), 0u);
+  EXPECT_TRUE(w.violations.empty());
+}
+
+TEST(Plan, AGangThatLostItsBackendIsNotFilledUp) {
+  World w = two_pods("  scheduling: {backend: Volcano}\n");
+  w.options.discovery["scheduling.volcano.sh/v1beta1"] = {"podgroups"};
+  w.reconcile();
+  ASSERT_EQ(w.created_total, 2);
+  w.take(w.actor(1));
+  w.options.discovery.clear();
+  w.reconcile();
+  EXPECT_EQ(w.created_total, 2);
+  EXPECT_EQ(w.job.status.phase, phase::kQueued);
+  EXPECT_EQ(w.job.status.waiting, "BackendMissing");
+}
+
 TEST(Plan, RejectedPodsFailOrWait) {
   World w = two_pods("  scheduling: {schedulingTimeoutSeconds: 60}\n");
   w.job.status.phase = phase::kQueued;
