@@ -3,6 +3,7 @@
 #include <zlib.h>
 
 #include <algorithm>
+#include <set>
 
 #include "api/runtime.h"
 #include "base/error.h"
@@ -60,12 +61,36 @@ std::string disruption_reason(const std::string& reason) {
   return reason;
 }
 
+// What a kubelet says when it does not admit a pod (pkg/kubelet: lifecycle, topologymanager, cpumanager, sysctl,
+// volumemanager). OutOf is followed by the resource.
+bool refused_by_kubelet(const std::string& reason) {
+  static const std::set<std::string> kReasons = {"AppArmor",
+                                                 "InitContainerRestartPolicyForbidden",
+                                                 "InvalidNodeInfo",
+                                                 "NodeAffinity",
+                                                 "NodeName",
+                                                 "NodePorts",
+                                                 "PodFeatureUnsupported",
+                                                 "PodLevelResourcesNotSupported",
+                                                 "PodOSNotSupported",
+                                                 "PodOSSelectorNodeLabelDoesNotMatch",
+                                                 "SMTAlignmentError",
+                                                 "SupplementalGroupsPolicyNotSupported",
+                                                 "SysctlForbidden",
+                                                 "TaintToleration",
+                                                 "TopologyAffinityError",
+                                                 "UnexpectedAdmissionError",
+                                                 "UnexpectedPredicateFailureType",
+                                                 "UnknownReason",
+                                                 "VolumeAttachmentLimitExceeded",
+                                                 "inconsistentCPUAllocationError"};
+  return kReasons.count(reason) > 0 || starts_with(reason, "OutOf");
+}
+
 std::string pod_reason(const std::string& reason) {
   if (reason == "Preempting" || reason == "Preempted") return "Preempted";
   if (reason == "Shutdown" || reason == "NodeShutdown" || reason == "Terminated") return "NodeShutdown";
-  if (reason == "UnexpectedAdmissionError" || reason == "NodeAffinity" || starts_with(reason, "OutOf"))
-    return "AdmissionRejected";
-  return reason;
+  return refused_by_kubelet(reason) ? "AdmissionRejected" : reason;
 }
 
 // The container whose end explains the pod's: the main one if it failed, else the first that failed.

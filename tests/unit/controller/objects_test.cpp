@@ -324,6 +324,20 @@ TEST(Cache, FailedPodTellsWhy) {
   EXPECT_GT(p.trouble->finished_ms, 0);
 }
 
+TEST(Cache, WhatAKubeletDoesNotAdmitIsRejected) {
+  const auto reason_of = [](const char* said) {
+    const Json status = {{"phase", "Failed"}, {"reason", said}, {"message", "Pod was rejected"}};
+    return read_pod(Json{{"metadata", {{"name", "x"}}}, {"status", status}}).trouble->reason;
+  };
+  for (const char* said : {"UnexpectedAdmissionError", "NodeAffinity", "OutOfcpu", "OutOfnvidia.com/gpu",
+                           "TopologyAffinityError", "SMTAlignmentError", "inconsistentCPUAllocationError",
+                           "SysctlForbidden", "TaintToleration", "VolumeAttachmentLimitExceeded"})
+    EXPECT_EQ(reason_of(said), "AdmissionRejected") << said;
+  EXPECT_EQ(reason_of("Evicted"), "Evicted");
+  EXPECT_EQ(reason_of("DeadlineExceeded"), "DeadlineExceeded");
+  EXPECT_EQ(reason_of("NodeShutdown"), "NodeShutdown");
+}
+
 TEST(Cache, ALaunchersAccountIsReadAndHostileOnesAreText) {
   auto trouble = [](const std::string& said) {
     const Json ended = {{"exitCode", 21}, {"message", said}};
