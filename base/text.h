@@ -32,6 +32,8 @@ std::string format_bytes(uint64_t bytes);
 std::optional<std::string> nearest(std::string_view word, const std::vector<std::string>& candidates);
 
 bool is_valid_utf8(std::string_view text);
+// What a stranger sent, for a message: valid UTF-8 of at most `limit` bytes, without control characters.
+std::string one_line(std::string_view text, size_t limit);
 
 // How deep brackets and braces of a JSON text are nested, those in strings left out. The text need not be JSON: what a
 // recursive parser must not see is found before it.

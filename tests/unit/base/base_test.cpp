@@ -46,9 +46,22 @@ TEST(Text, DepthOfJsonLeavesStringsOut) {
 
 TEST(Text, Utf8) {
   EXPECT_TRUE(is_valid_utf8("a\xC3\xA9\xF0\x9F\x98\x80"));
-  EXPECT_FALSE(is_valid_utf8("\xC0\x80"));      // overlong
-  EXPECT_FALSE(is_valid_utf8("\xED\xA0\x80"));  // surrogate
-  EXPECT_FALSE(is_valid_utf8("\xE2\x82"));      // cut
+  EXPECT_FALSE(is_valid_utf8("\xC0\x80"));          // overlong
+  EXPECT_FALSE(is_valid_utf8("\xED\xA0\x80"));      // surrogate
+  EXPECT_FALSE(is_valid_utf8("\xE2\x82"));          // cut
+  EXPECT_FALSE(is_valid_utf8("\xF4\x90\x80\x80"));  // beyond the last
+  EXPECT_FALSE(is_valid_utf8("\xFF"));
+  EXPECT_TRUE(is_valid_utf8(""));
+}
+
+TEST(Text, WhatAStrangerSentBecomesALine) {
+  EXPECT_EQ(one_line("denied: \xC3\xA9", 100), "denied: \xC3\xA9");
+  EXPECT_EQ(one_line("a\r\nb\x1B[31m\x7F", 100), "a  b [31m ");
+  EXPECT_EQ(one_line("\xFFok\xE2\x82", 100), "?ok??");
+  EXPECT_EQ(one_line("abc", 2), "ab");
+  EXPECT_EQ(one_line("a\xC3\xA9", 2), "a") << "no half of a character";
+  EXPECT_EQ(one_line("\xFF\xFF", 1), "?");
+  EXPECT_EQ(one_line("abc", 0), "");
 }
 
 TEST(Clock, TimesOfDayAreRfc3339) {
