@@ -557,6 +557,60 @@ TEST(Reconciler, StandbyWritesNothing) {
   EXPECT_EQ(c.server.count("PATCH", ""), 0);
 }
 
+// A wave of 32 pods of the actor and one of generation, with five threads.
+struct WaveOfPods {
+  kube::testing::FakeApiServer server;
+  kube::Client client{server.config(), {.qps = 0}};
+  Pool pool{4};
+  Writer writer{client, {}, pool, [] { return Load{}; }};
+  RLJob job;
+
+  WaveOfPods() {
+    std::vector<Issue> issues;
+    job = rljob_from_json(server.put(resources::kRlJobs, testing::job_object("quick")), issues, {.strict = false});
+  }
+  bool carry_out() {
+    std::vector<Action> actions;
+    for (int i = 0; i <= 32; ++i) {
+      Action action;
+      action.resource = resources::kPods;
+      action.name = "pod-" + std::to_string(i);
+      action.body = {{"metadata",
+                      {{"name", action.name},
+                       {"namespace", "team"},
+                       {"labels", {{kLabelRole, i < 32 ? "actor" : "generation"}}}}}};
+      actions.push_back(std::move(action));
+    }
+    return writer.carry_out({"team", "quick"}, job, std::move(actions), Deadline::after(Milliseconds(60000)));
+  }
+  int asked(const std::string& role) const {
+    int n = 0;
+    for (const auto& request : server.requests())
+      n += request.method == "POST" && request.body.find("\"" + role + "\"") != std::string::npos;
+    return n;
+  }
+};
+
+TEST(Wave, AfterARefusalTheOthersOfTheRoleAreNotAskedFor) {
+  WaveOfPods w;
+  w.server.limit_pods("team", 0);
+  EXPECT_FALSE(w.carry_out());
+  EXPECT_GE(w.asked("actor"), 1);
+  EXPECT_LE(w.asked("actor"), 5) << "one for each thread that had begun";
+  EXPECT_EQ(w.asked("generation"), 1) << "a pod of another template may be taken";
+  ASSERT_TRUE(w.writer.answers({"team", "quick"}).refusal);
+  w.server.limit_pods("team", 100);
+  EXPECT_TRUE(w.carry_out()) << "the next wave asks again";
+  EXPECT_EQ(w.server.list(resources::kPods).size(), 33u);
+}
+
+TEST(Wave, AServerThatAsksForLessIsSentNoMore) {
+  WaveOfPods w;
+  w.server.inject({.method = "POST", .path_part = "/pods", .status = 429, .reason = "TooManyRequests", .times = -1});
+  EXPECT_THROW(w.carry_out(), kube::ApiError);
+  EXPECT_LE(w.asked("actor") + w.asked("generation"), 5);
+}
+
 TEST(Pool, RunsAllAndThrowsTheFirstFailure) {
   Pool pool(3);
   std::atomic<int> done{0};
