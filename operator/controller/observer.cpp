@@ -16,6 +16,8 @@ using kube::ApiError;
 using kube::ObjectKey;
 
 constexpr Milliseconds kLongestEcho{60000};  // of ObserverOptions::create_echo, doubled while the watch is late
+constexpr int kMostClaims = 16;              // that are read for an attempt
+constexpr Milliseconds kClaimReads{3000};    // for them all together
 constexpr Milliseconds kNodeReads{5000};     // for the nodes of a job that are asked about, all together
 
 // Is resource version `a` newer than `b`? They are numbers in every API server so far; if not, the watch's word counts.
@@ -160,22 +162,27 @@ Observed Observer::observe(const ObjectKey& key, Snapshot snapshot, const Answer
   return controller::observe(std::move(facts), memory.sightings);
 }
 
-// Once an attempt, while it is being placed: a claim that several pods cannot share is told to the user.
+// Once an attempt, while it is being placed: a claim that several pods cannot share is told to the user. Nothing else
+// depends on it, so a worker does not wait long: the first claim that cannot be read ends it.
 void Observer::read_claims(const ObjectKey& key, const RLJob& job, Memory& memory, const Deadline& deadline) const {
   if (job.status.phase != phase::kQueued || memory.claims_attempt == job.status.attempt) return;
   memory.claims_attempt = job.status.attempt;
   memory.claims.clear();
+  const Deadline soon(std::min(deadline.at(), SteadyClock::now() + kClaimReads));
+  int reads = 0;
   for (const ClaimUse& use : claim_uses(job.spec)) {
     if (use.pods < 2) continue;
+    if (++reads > kMostClaims) return;
     try {
-      const auto claim = client_.find(kube::resources::kPersistentVolumeClaims, {key.ns, use.claim}, deadline);
+      const auto claim = client_.find(kube::resources::kPersistentVolumeClaims, {key.ns, use.claim}, soon);
       if (!claim) continue;
       std::vector<std::string>& modes = memory.claims[use.claim];
       for (const Json& mode : claim->value("spec", Json::object()).value("accessModes", Json::array())) {
         if (mode.is_string()) modes.push_back(mode.get<std::string>());
       }
     } catch (const ApiError& e) {
-      log_debug("controller", key.str() + ": claim " + use.claim + " was not checked: " + e.what());
+      log_debug("controller", key.str() + ": claim " + use.claim + " and those after it were not checked: " + e.what());
+      return;
     }
   }
 }

@@ -557,6 +557,26 @@ TEST(Reconciler, StandbyWritesNothing) {
   EXPECT_EQ(c.server.count("PATCH", ""), 0);
 }
 
+TEST(Reconciler, FewClaimsAreReadAndNoneAfterAFailure) {
+  for (const bool fails : {false, true}) {
+    Cluster c;
+    if (fails) c.server.inject({.method = "GET", .path_part = "/persistentvolumeclaims/", .status = 403, .times = -1});
+    Json object = testing::job_object("quick");
+    Json volumes = Json::array();
+    for (int i = 0; i < 40; ++i) {
+      const std::string name = "claim-" + std::to_string(i);
+      volumes.push_back({{"name", name}, {"persistentVolumeClaim", {{"claimName", name}}}});
+    }
+    object["spec"]["roles"]["actor"]["template"]["spec"] = {{"containers", Json::array({{{"name", "trainer"}}})},
+                                                            {"volumes", volumes}};
+    c.server.put(resources::kRlJobs, object);
+    c.start_operator();
+    ASSERT_TRUE(c.wait_phase({"team", "quick"}, phase::kRunning));
+    EXPECT_EQ(c.attempt({"team", "quick"}), 1);
+    EXPECT_EQ(c.server.count("GET", "/persistentvolumeclaims/"), fails ? 1 : 16);
+  }
+}
+
 // A wave of 32 pods of the actor and one of generation, with five threads.
 struct WaveOfPods {
   kube::testing::FakeApiServer server;
