@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/log_limit.h"
 #include "base/sigpipe.h"
 #include "base/subprocess.h"
 #include "base/text.h"
@@ -62,6 +63,16 @@ TEST(Text, WhatAStrangerSentBecomesALine) {
   EXPECT_EQ(one_line("a\xC3\xA9", 2), "a") << "no half of a character";
   EXPECT_EQ(one_line("\xFF\xFF", 1), "?");
   EXPECT_EQ(one_line("abc", 0), "");
+}
+
+TEST(LogLimit, OneLineInAWhileSaysHowManyWereLeftOut) {
+  const auto at = [](int s) { return SteadyClock::time_point{} + std::chrono::seconds(s); };
+  LogLimit limit(Milliseconds(10000));
+  EXPECT_EQ(limit.due(at(0)), "") << "the first is not kept back";
+  EXPECT_EQ(limit.due(at(1)), std::nullopt);
+  EXPECT_EQ(limit.due(at(9)), std::nullopt);
+  EXPECT_EQ(limit.due(at(10)), " (and 2 more like it before)");
+  EXPECT_EQ(limit.due(at(30)), "");
 }
 
 TEST(Clock, TimesOfDayAreRfc3339) {
