@@ -283,10 +283,11 @@ void Attendance::run() {
   while (!stopping() && !limit.passed()) {
     update_queues();
     if (waiting && still_pending(waiting->group, waiting->queued.what.sequence)) {
-      const auto dead = store_.lifeline().dead();
+      const auto known = failure_known_since();
+      const auto why = known ? known : store_.lifeline().dead();
       leave(on_deadline_, "leaves: " + named(*waiting) +
                               " does not end, and rank 0, which keeps the store, has left or cannot be reached" +
-                              (dead ? "; " + *dead : ""));
+                              (why ? "; " + *why : ""));
       return;
     }
     const std::vector<Front> now = fronts();
@@ -326,19 +327,26 @@ bool Attendance::look() {
 }
 
 void Attendance::look_for_failures() {
-  if (failed_) return;
-  failed_ = reported_failure();
-  if (failed_)
-    store_.lifeline().explain(*failed_);
+  if (failure_known_since()) return;
+  auto what = reported_failure();
+  if (what)
+    store_.lifeline().explain(*what);
   else
-    failed_ = store_.lifeline().dead();
+    what = store_.lifeline().dead();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  failed_ = std::move(what);
   failed_since_ = SteadyClock::now();
+}
+
+std::optional<std::string> Attendance::failure_known_since(Milliseconds time) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return SteadyClock::now() - failed_since_ >= time ? failed_ : std::nullopt;
 }
 
 bool Attendance::look_at_device(const Front& front) {
   const int64_t sequence = front.queued.what.sequence;
-  if (failed_ && SteadyClock::now() - failed_since_ >= grace_) {
-    leave(on_deadline_, "leaves: " + named(front) + " cannot end, since another rank has failed. " + *failed_);
+  if (const auto failure = failure_known_since(grace_)) {
+    leave(on_deadline_, "leaves: " + named(front) + " cannot end, since another rank has failed. " + *failure);
     return true;
   }
   if (SteadyClock::now() - front.queued.since < timeout_) return false;
@@ -467,7 +475,9 @@ std::optional<std::string> Attendance::failure_of_another(Milliseconds wait) {
   try {
     if (auto reported = reported_failure()) return reported;
   } catch (const std::exception& error) {
+    // Rank 0 has left, and the store with it: what the thread has read there before still holds.
     log_debug("parallel", error.what());
+    if (auto known = failure_known_since()) return known;
   }
   return lifeline.wait_for_dead(wait);
 }

@@ -138,6 +138,8 @@ class Attendance final {
   bool look();                            // the thread's turn; true when one of the callbacks was called
   bool look_at_device(const Front& front);
   void look_for_failures();
+  // Of another rank, seen by the thread so long ago.
+  std::optional<std::string> failure_known_since(Milliseconds time = Milliseconds(0));
   std::optional<std::string> reported_failure();  // of another rank, in the store
   void update_queues();
   std::vector<Front> fronts();
@@ -156,13 +158,13 @@ class Attendance final {
   const std::function<void(const std::string&)> on_stuck_, on_deadline_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<Group> groups_;  // under mutex_, as the next five; groups are only added
+  std::deque<Group> groups_;  // under mutex_, as the next seven; groups are only added
   std::function<void(const std::vector<int>&)> on_absent_;
   std::string phase_ = "start";
   int waits_in_ = -1;
   std::string published_;  // phase and where it waits
   bool stopping_ = false;
-  std::optional<std::string> failed_;  // what another rank reported; the thread's own, as the next
+  std::optional<std::string> failed_;  // what another rank reported, or who has died; written by the thread
   SteadyClock::time_point failed_since_{};
   const std::function<void(const std::exception&)> on_unwinding_;
   const Milliseconds unwinding_grace_;

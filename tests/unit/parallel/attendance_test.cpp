@@ -143,6 +143,17 @@ TEST(Attendance, TheFailureOfARankEndsTheWaitOfTheOthersAndIsTold) {
   EXPECT_EQ(job.ranks[0].attendance->failure_of_another(), "rank 1: the log-prob of a token is not finite");
 }
 
+TEST(Attendance, WhatRankZeroReportedIsKnownWhenItsStoreHasGone) {
+  TwoRanks job(Milliseconds(200000));
+  job.ranks[1].device.come = true;
+  job.queue(1, 3);
+  job.ranks[0].attendance->report_failure("a weight is not finite");
+  ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[1].deadline == 1; }));  // its thread has read it
+  job.ranks[0].attendance.reset();
+  job.ranks[0].store.reset();
+  EXPECT_EQ(job.ranks[1].attendance->failure_of_another(), "rank 0: a weight is not finite");
+}
+
 // A rank that has thrown and is still there, since a destructor waits for its device.
 TEST(Attendance, ARankThatDoesNotEndByItsErrorIsEnded) {
   TwoRanks job(Milliseconds(200000));
