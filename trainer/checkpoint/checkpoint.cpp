@@ -404,11 +404,11 @@ void CheckpointManager::commit(Pending& pending) {
 
 // `newest`: kept where another directory is followed, which does not have it yet.
 void CheckpointManager::prune(int64_t newest) {
-  const std::vector<CheckpointInfo> all = list_checkpoints(options_.directory);
   const bool follows = !options_.follows.empty();
   for (const int64_t old :
-       follows ? steps_not_among(all, list_checkpoints(options_.follows), newest)
-               : steps_to_remove(all, options_.metric_name, options_.higher_is_better, options_.keep_top_k)) {
+       follows ? steps_not_among(checkpoint_steps(options_.directory), checkpoint_steps(options_.follows), newest)
+               : steps_to_remove(list_checkpoints(options_.directory), options_.metric_name, options_.higher_is_better,
+                                 options_.keep_top_k)) {
     std::error_code error;
     fs::remove_all(options_.directory / ("step_" + std::to_string(old)), error);
     if (error) log_warn("checkpoint", "cannot remove step_" + std::to_string(old) + ": " + error.message());

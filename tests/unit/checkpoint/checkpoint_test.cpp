@@ -169,7 +169,33 @@ TEST(Checkpoint, AFollowerKeepsTheStepsOfTheOtherDirectory) {
   EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2, 4}));  // 1 is not the other's, 4 will be
   actor.save(3, 0.5);
   value.manager->tidy();
-  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2}));
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2, 4}));
+  actor.save(5, 0.1);
+  value.manager->tidy();
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2}));  // the other has left 4 out
+}
+
+TEST(Checkpoint, AFollowerKeepsAStepThatCannotBeReadInTheOtherDirectory) {
+  const TemporaryDirectory dir;
+  ValueRun value(dir.path());
+  TestRun actor(dir.path());
+  for (const int64_t step : {1, 2}) {
+    value.save(step);
+    actor.save(step, 0.5);
+  }
+  const fs::path manifest = dir.path() / "step_1" / "manifest.json";
+  fs::rename(manifest, dir.path() / "away");
+  value.save(3);
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{1, 2, 3}));
+}
+
+TEST(Checkpoint, AFolderThatCannotBeListedIsNoEmptyOne) {
+  const TemporaryDirectory dir;
+  EXPECT_TRUE(list_checkpoints(dir.path() / "none").empty());
+  const fs::path loop = dir.path() / "loop";
+  fs::create_symlink(loop, loop);
+  expect_error(ErrorKind::kIo, "cannot list the checkpoints in " + loop.string(),
+               [&] { (void)list_checkpoints(loop); });
 }
 
 TEST(Checkpoint, TheStepThatIsAskedForIsLoadedOrNamed) {
