@@ -403,15 +403,23 @@ void CheckpointManager::commit(Pending& pending) {
 }
 
 // `newest`: kept where another directory is followed, which does not have it yet.
+std::vector<int64_t> CheckpointManager::steps_to_prune(int64_t newest) const {
+  if (!options_.follows.empty())
+    return steps_not_among(checkpoint_steps(options_.directory), checkpoint_steps(options_.follows), newest);
+  return steps_to_remove(list_checkpoints(options_.directory), options_.metric_name, options_.higher_is_better,
+                         options_.keep_top_k);
+}
+
+// Throws nothing: what has been saved is durable, whatever becomes of what is older.
 void CheckpointManager::prune(int64_t newest) {
-  const bool follows = !options_.follows.empty();
-  for (const int64_t old :
-       follows ? steps_not_among(checkpoint_steps(options_.directory), checkpoint_steps(options_.follows), newest)
-               : steps_to_remove(list_checkpoints(options_.directory), options_.metric_name, options_.higher_is_better,
-                                 options_.keep_top_k)) {
-    std::error_code error;
-    fs::remove_all(options_.directory / ("step_" + std::to_string(old)), error);
-    if (error) log_warn("checkpoint", "cannot remove step_" + std::to_string(old) + ": " + error.message());
+  try {
+    for (const int64_t old : steps_to_prune(newest)) {
+      std::error_code error;
+      fs::remove_all(options_.directory / ("step_" + std::to_string(old)), error);
+      if (error) log_warn("checkpoint", "cannot remove step_" + std::to_string(old) + ": " + error.message());
+    }
+  } catch (const std::exception& error) {
+    log_warn("checkpoint", std::string("older checkpoints are kept: ") + error.what());
   }
 }
 

@@ -26,8 +26,8 @@ namespace trireme {
 struct CheckpointOptions {
   std::filesystem::path directory;
   std::string folder = "policy";  // of the first model, in each checkpoint
-  // Another manager's directory, whose steps are kept here too, and no others; keep_top_k says nothing then. Empty:
-  // none.
+  // Another manager's directory, whose steps are kept here too, and no others but newer ones; keep_top_k says nothing
+  // then. Empty: none.
   std::filesystem::path follows;
   std::filesystem::path source_dir;  // tokenizer files and generation_config.json come from here
   std::string metric_name;           // "" : keep the newest
@@ -148,6 +148,7 @@ class CheckpointManager final {
   void wait_for_parts(Pending& pending, const std::atomic<bool>& cancelled);
   void wait_for_peer(Pending& pending, const std::atomic<bool>& cancelled);
   void commit(Pending& pending);
+  std::vector<int64_t> steps_to_prune(int64_t newest) const;
   void prune(int64_t newest);
   std::string key(int64_t number, const std::string& what) const;
   void load_from(const CheckpointInfo& info, const std::filesystem::path& folder, Model& model,

@@ -189,6 +189,17 @@ TEST(Checkpoint, AFollowerKeepsAStepThatCannotBeReadInTheOtherDirectory) {
   EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{1, 2, 3}));
 }
 
+TEST(Checkpoint, ASaveDoesNotFailByWhatCannotBePruned) {
+  const TemporaryDirectory dir;
+  const fs::path loop = dir.path() / "loop";
+  fs::create_symlink(loop, loop);  // listing it fails
+  ManagedModel value("value", {.directory = dir.path() / "value", .folder = "value", .follows = loop}, 16, 7);
+  for (const int64_t step : {1, 2})
+    EXPECT_NO_THROW(value.manager->save(step, value.model, value.optimizer, {}, {}, "a: 1\n"));
+  value.manager->tidy();
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{1, 2}));
+}
+
 TEST(Checkpoint, AFolderThatCannotBeListedIsNoEmptyOne) {
   const TemporaryDirectory dir;
   EXPECT_TRUE(list_checkpoints(dir.path() / "none").empty());
