@@ -348,13 +348,18 @@ TEST(Launch, KillsWhoIgnoresTermination) {
   std::atomic<int> signal{0};
   const std::string ready = (dir.path() / "ready").string();
   LaunchOptions options = shell("trap '' TERM; echo > " + ready + "; while :; do sleep 0.05; done", 1);
-  options.grace = Milliseconds(300);
+  options.grace = Milliseconds(1000);
+  options.termination_log = (dir.path() / "termination").string();
   std::thread sender([&] {
     while (!std::filesystem::exists(ready)) std::this_thread::sleep_for(Milliseconds(10));
     signal = SIGTERM;
   });
-  EXPECT_EQ(launch(options, &signal).exit_code, 137);
+  const LaunchResult result = launch(options, &signal);
   sender.join();
+  EXPECT_EQ(result.exit_code, 137);
+  // Not "signal 9 (Killed)", which is what the kernel does where memory is short.
+  EXPECT_EQ(result.cause, "it did not end within the grace of 1 s after the signal to stop, and was killed");
+  EXPECT_EQ(nlohmann::json::parse(read_file(options.termination_log)).at("cause"), result.cause);
 }
 
 // Whether this process could have the port now.
