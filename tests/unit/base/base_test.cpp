@@ -1,3 +1,4 @@
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
@@ -224,6 +225,22 @@ TEST(Sigpipe, BlockedInAScopeAndTakenBackAtItsEnd) {
   ignore_sigpipe();
   EXPECT_EQ(write_to_nobody(), EPIPE);
   ::signal(SIGPIPE, before);
+}
+
+TEST(Subprocess, AChildHasNoDescriptorThatItIsNotGiven) {
+  // Without O_CLOEXEC, as libraries open sockets.
+  const int left = ::fcntl(2, F_DUPFD, 100), given = ::fcntl(2, F_DUPFD, 100);
+  ASSERT_GE(left, 100);
+  ASSERT_GE(given, 100);
+  SpawnOptions spawn;
+  spawn.argv = {"sh", "-c",
+                "for fd in " + std::to_string(left) + " " + std::to_string(given) +
+                    "; do [ -e /proc/$$/fd/$fd ] && echo there || echo none; done"};
+  spawn.keep_fd = given;
+  const RunResult result = run_process(spawn, "", Deadline::after(Milliseconds(60000)));
+  ::close(left);
+  ::close(given);
+  EXPECT_EQ(result.output, "none\nthere\n");
 }
 
 TEST(Subprocess, AGroupEndsWhenItsFirstProcessHasEnded) {
