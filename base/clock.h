@@ -14,7 +14,12 @@ using Milliseconds = std::chrono::milliseconds;
 
 class Deadline final {
  public:
-  static Deadline after(Milliseconds duration) { return Deadline(SteadyClock::now() + duration); }
+  // Never, where the clock does not reach that far (292 years).
+  static Deadline after(Milliseconds duration) {
+    const auto now = SteadyClock::now();
+    const auto most = std::chrono::duration_cast<Milliseconds>(SteadyClock::time_point::max() - now);
+    return Deadline(duration < most ? now + duration : SteadyClock::time_point::max());
+  }
   explicit Deadline(SteadyClock::time_point at) : at_(at) {}
   bool passed() const { return SteadyClock::now() >= at_; }
   // Never negative.

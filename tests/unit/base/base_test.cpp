@@ -82,6 +82,14 @@ TEST(Clock, TimesOfDayAreRfc3339) {
   EXPECT_EQ(utc_now().size(), utc_time(0).size());
 }
 
+TEST(Clock, ADeadlineBehindTheEndOfTheClockIsNever) {
+  for (const Milliseconds time : {Milliseconds(10'000'000'000'000), Milliseconds::max()}) {
+    const Deadline far = Deadline::after(time);
+    EXPECT_FALSE(far.passed());
+    EXPECT_GT(far.remaining().count(), int64_t{1} << 40);
+  }
+}
+
 TEST(Urls, AreSplitIntoWhereAndWhat) {
   const Url full = split_url("https://host:8443/v1/score?key=a/b@c");
   EXPECT_EQ(full.scheme, "https");
