@@ -14,6 +14,9 @@ refuses() {
 refuses 10 "train_global_batch_size" "$TRIREME" $(run_args a policy.train_globl_batch_size=3)
 refuses 10 "no/such.yaml" "$TRIREME" train --config no/such.yaml
 refuses 10 "no/such/model" "$TRIREME" $(run_args a policy.model_name=no/such/model)
+# Below a program that ignores the end of its children, which those inherit.
+refuses 10 "no/such/model" timeout 300 env --ignore-signal=CHLD "$TRIREME" launch -- \
+  $(run_args a policy.model_name=no/such/model)
 refuses 10 "tensor" "$TRIREME" $(run_args a policy.megatron_cfg.enabled=true \
   policy.megatron_cfg.tensor_model_parallel_size=2 cluster.gpus_per_node=2)
 refuses 10 "says tp 2, but the RLJob (--layout) says 1; the RLJob decides: set spec.roles.actor.parallelism.tp" \
