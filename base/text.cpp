@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <numeric>
+#include <random>
 
 namespace trireme {
 
@@ -189,6 +190,13 @@ int json_depth(std::string_view text) {
     }
   }
   return deepest;
+}
+
+std::string random_hex() {
+  std::random_device device;
+  char text[17];
+  std::snprintf(text, sizeof text, "%08x%08x", device(), device());
+  return text;
 }
 
 uint64_t hash64(std::string_view bytes, uint64_t seed) {

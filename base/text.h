@@ -39,6 +39,9 @@ std::string one_line(std::string_view text, size_t limit);
 // recursive parser must not see is found before it.
 int json_depth(std::string_view text);
 
+// 64 random bits in hexadecimal digits, from the system: a name that nobody else takes.
+std::string random_hex();
+
 // FNV-1a, stable across machines; for fingerprints, not for security.
 uint64_t hash64(std::string_view bytes, uint64_t seed = 0xcbf29ce484222325ULL);
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <fstream>
 #include <thread>
 
 #include "base/atomic_file.h"
@@ -136,6 +137,20 @@ TEST(Files, AtomicWriteReplacesAndCleansUp) {
     EXPECT_EQ(error.kind(), ErrorKind::kNotFound);
     EXPECT_NE(std::string(error.what()).find("/no"), std::string::npos);
   }
+}
+
+TEST(Files, WritersWithTheSameProcessNumberDoNotMeet) {
+  const TemporaryDirectory dir;
+  const std::filesystem::path path = dir.path() / "x";
+  // What a process of another machine, with this one's number, is writing.
+  std::vector<std::filesystem::path> others;
+  for (int i = 0; i < 1000; ++i) {
+    others.push_back(path.string() + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(i));
+    std::ofstream(others.back()) << "half";
+  }
+  write_file_atomic(path, "whole");
+  for (const std::filesystem::path& other : others) EXPECT_TRUE(std::filesystem::exists(other)) << other;
+  EXPECT_NE(random_hex(), random_hex());
 }
 
 TEST(Files, LargeOnesAreThereWhenTheyAreWhole) {
