@@ -38,6 +38,7 @@ Attendance::Attendance(JobStore& store, const RendezvousOptions& rendezvous)
       timeout_(rendezvous.timeout),
       period_(std::clamp(rendezvous.timeout / 8, Milliseconds(50), Milliseconds(1000))),
       grace_(rendezvous.stuck_grace),
+      failure_patience_(rendezvous.failure_patience),
       on_stuck_(rendezvous.on_stuck),
       on_deadline_(rendezvous.on_deadline),
       on_unwinding_(rendezvous.on_unwinding),
@@ -282,6 +283,7 @@ void Attendance::run() {
   const Waits before = host_waits();
   while (!stopping() && !limit.passed()) {
     update_queues();
+    if (leave_by_failure()) return;
     if (waiting && still_pending(waiting->group, waiting->queued.what.sequence)) {
       const auto known = failure_known_since();
       const auto why = known ? known : store_.lifeline().dead();
@@ -308,6 +310,7 @@ bool Attendance::look() {
   for (const Front& front : fronts()) {
     if (look_at_device(front)) return true;
   }
+  if (leave_by_failure()) return true;
   if (!on_stuck_) return false;
   const auto group = accused();
   if (!group) return false;
@@ -341,6 +344,16 @@ void Attendance::look_for_failures() {
 std::optional<std::string> Attendance::failure_known_since(Milliseconds time) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return SteadyClock::now() - failed_since_ >= time ? failed_ : std::nullopt;
+}
+
+// Its host waits for what will not come, and does not ask: for rewards, for parts of a checkpoint. One that leaves
+// already has more to say itself.
+bool Attendance::leave_by_failure() {
+  if (!on_deadline_ || leaving_) return false;
+  const auto failure = failure_known_since(failure_patience_);
+  if (!failure) return false;
+  leave(on_deadline_, "leaves in phase " + phase() + ", since another rank has failed. " + *failure);
+  return true;
 }
 
 bool Attendance::look_at_device(const Front& front) {
@@ -443,7 +456,10 @@ Absence Attendance::absent(int group, int64_t sequence) {
   return absence;
 }
 
-void Attendance::leaving() { store_.lifeline().leaving(); }
+void Attendance::leaving() {
+  leaving_ = true;
+  store_.lifeline().leaving();
+}
 
 void Attendance::report_failure(const std::string& what) {
   leaving();

@@ -50,7 +50,8 @@ class Attendance final {
   // `store` must outlive it. rendezvous.on_stuck and on_deadline are called from the thread, one of them at most once:
   // on_stuck when the others have given up waiting for this rank and it has not come within rendezvous.stuck_grace
   // either, or when its device has not come to a collective in time; on_deadline when a collective of its device does
-  // not end, since others do not come or have failed.
+  // not end, since others do not come or have failed, or when it waits elsewhere rendezvous.failure_patience after the
+  // failure of another.
   Attendance(JobStore& store, const RendezvousOptions& rendezvous);
   ~Attendance();
   Attendance(const Attendance&) = delete;
@@ -137,6 +138,7 @@ class Attendance final {
   Waits waits_now();                      // under mutex_
   bool look();                            // the thread's turn; true when one of the callbacks was called
   bool look_at_device(const Front& front);
+  bool leave_by_failure();  // as look()
   void look_for_failures();
   // Of another rank, seen by the thread so long ago.
   std::optional<std::string> failure_known_since(Milliseconds time = Milliseconds(0));
@@ -154,7 +156,7 @@ class Attendance final {
   const int rank_;
   const Layout layout_;  // of the actor
   const int actor_ranks_;
-  const Milliseconds timeout_, period_, grace_;
+  const Milliseconds timeout_, period_, grace_, failure_patience_;
   const std::function<void(const std::string&)> on_stuck_, on_deadline_;
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -166,6 +168,7 @@ class Attendance final {
   bool stopping_ = false;
   std::optional<std::string> failed_;  // what another rank reported, or who has died; written by the thread
   SteadyClock::time_point failed_since_{};
+  std::atomic<bool> leaving_{false};
   const std::function<void(const std::exception&)> on_unwinding_;
   const Milliseconds unwinding_grace_;
   std::thread thread_, unwinding_;

@@ -34,9 +34,11 @@ struct RendezvousOptions {
   std::function<void(const std::string& what)> on_stuck;
   Milliseconds stuck_grace{2000};
   // Called from a thread of its own when a collective that this rank's device has come to does not end: its deadline
-  // has passed, or another rank has failed. Nothing is called where the host waits itself: that throws. Also called,
-  // whatever the training thread does, when another rank has died and this one is still there some seconds later.
+  // has passed, or another rank has failed. A collective that the host waits in throws instead. Also called, whatever
+  // the training thread does, when another rank has died and this one is still there some seconds later, or when
+  // another has said that it fails and this one has not begun to leave within failure_patience.
   std::function<void(const std::string& what)> on_deadline;
+  Milliseconds failure_patience{15000};  // less than a launcher waits before it kills
   // Called from a thread of its own when this rank has thrown what ends it (ParallelContext::leaves_by) and is still
   // there so much later: a destructor waits for its device, which waits for others that have left. Less than a launcher
   // waits before it kills.

@@ -41,6 +41,7 @@ class TwoRanks {
         rank.store = std::make_unique<JobStore>(rendezvous);
         rendezvous.timeout = timeout;
         rendezvous.stuck_grace = Milliseconds(100);
+        rendezvous.failure_patience = Milliseconds(500);
         rendezvous.on_stuck = [&rank](const std::string& what) {
           rank.said = what;
           ++rank.stuck;
@@ -141,6 +142,23 @@ TEST(Attendance, TheFailureOfARankEndsTheWaitOfTheOthersAndIsTold) {
   // The first failure stays.
   job.ranks[0].attendance->report_failure("an echo");
   EXPECT_EQ(job.ranks[0].attendance->failure_of_another(), "rank 1: the log-prob of a token is not finite");
+}
+
+TEST(Attendance, TheFailureOfARankEndsAHostThatWaitsElsewhere) {
+  TwoRanks job(Milliseconds(200000));
+  job.ranks[1].attendance->report_failure("a weight is not finite");
+  ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[0].deadline == 1; }));
+  EXPECT_EQ(job.ranks[0].said,
+            "rank 0 leaves in phase training, since another rank has failed. rank 1: a weight is not finite");
+  EXPECT_EQ(job.ranks[1].deadline, 0);
+}
+
+TEST(Attendance, ARankThatLeavesAlreadyIsLeftAlone) {
+  TwoRanks job(Milliseconds(200000));
+  job.ranks[0].attendance->leaving();
+  job.ranks[1].attendance->report_failure("a weight is not finite");
+  std::this_thread::sleep_for(Milliseconds(3500));  // its thread looks each second
+  EXPECT_EQ(job.ranks[0].deadline, 0);
 }
 
 TEST(Attendance, WhatRankZeroReportedIsKnownWhenItsStoreHasGone) {
