@@ -69,17 +69,13 @@ int Attendance::open(const RankGroup& group) {
 }
 
 void Attendance::set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(absent_mutex_);
   on_absent_ = std::move(on_absent);
 }
 
 void Attendance::tell_absent(const std::vector<int>& ranks) {
-  std::function<void(const std::vector<int>&)> on_absent;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    on_absent = on_absent_;
-  }
-  if (on_absent && !ranks.empty()) on_absent(ranks);
+  const std::lock_guard<std::mutex> lock(absent_mutex_);
+  if (on_absent_ && !ranks.empty()) on_absent_(ranks);
 }
 
 void Attendance::note(int group, int64_t sequence) {

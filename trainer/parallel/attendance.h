@@ -59,7 +59,8 @@ class Attendance final {
 
   // A group that this rank is in; the result names it below. Writes its ranks into the store.
   int open(const RankGroup& group);
-  // Ranks of the job that have not come, before this one leaves because of it. From any thread.
+  // Ranks of the job that have not come, before this one leaves because of it. From any thread. When it returns the one
+  // before is not under way any more.
   void set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent);
 
   // The training thread begins collective `sequence` of the group.
@@ -160,8 +161,7 @@ class Attendance final {
   const std::function<void(const std::string&)> on_stuck_, on_deadline_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<Group> groups_;  // under mutex_, as the next seven; groups are only added
-  std::function<void(const std::vector<int>&)> on_absent_;
+  std::deque<Group> groups_;  // under mutex_, as the next six; groups are only added
   std::string phase_ = "start";
   int waits_in_ = -1;
   std::string published_;  // phase and where it waits
@@ -169,6 +169,8 @@ class Attendance final {
   std::optional<std::string> failed_;  // what another rank reported, or who has died; written by the thread
   SteadyClock::time_point failed_since_{};
   std::atomic<bool> leaving_{false};
+  std::mutex absent_mutex_;
+  std::function<void(const std::vector<int>&)> on_absent_;  // called under absent_mutex_
   const std::function<void(const std::exception&)> on_unwinding_;
   const Milliseconds unwinding_grace_;
   std::thread thread_, unwinding_;

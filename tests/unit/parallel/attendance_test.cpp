@@ -113,6 +113,22 @@ TEST(Attendance, ADeviceThatDoesNotComeToACollectiveIsNamedAndItsRankLeaves) {
   EXPECT_EQ(job.ranks[1].deadline, 0);
 }
 
+// What it spoke to may go then.
+TEST(Attendance, WhoIsToldOfAbsentRanksIsNotBeingToldWhenAnotherIs) {
+  TwoRanks job(Milliseconds(2000));
+  std::atomic<bool> begun{false}, ended{false};
+  job.ranks[0].attendance->set_on_absent([&](const std::vector<int>&) {
+    begun = true;
+    std::this_thread::sleep_for(Milliseconds(1000));
+    ended = true;
+  });
+  job.ranks[0].device.come = true;
+  for (int r = 0; r < 2; ++r) job.queue(r, 7);  // the device of rank 1 never comes
+  ASSERT_TRUE(TwoRanks::comes([&] { return begun.load(); }));
+  job.ranks[0].attendance->set_on_absent({});
+  EXPECT_TRUE(ended);
+}
+
 TEST(Attendance, NobodyLeavesWhileTheDeviceMovesOn) {
   TwoRanks job(Milliseconds(8000));  // less than all collectives take together, and five times one of them
   for (Rank& rank : job.ranks) rank.device.come = true;
