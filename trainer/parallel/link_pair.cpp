@@ -129,9 +129,12 @@ std::string LinkStore::get(const std::string& key, const Deadline& deadline, con
   }
 }
 
+LinkPair::LinkPair(const std::string& peer, LinkCancel& cancel) : peer_(peer), cancel_(cancel) {}
+
+// By the other constructor, so that the destructor closes what there is when this one throws.
 LinkPair::LinkPair(LinkStore& store, const std::string& name, int side, const std::string& address,
                    const std::string& peer, const Deadline& deadline, LinkCancel& cancel)
-    : peer_(peer), cancel_(cancel) {
+    : LinkPair(peer, cancel) {
   if (side == 0) {
     listen(store, name, address, deadline);
   } else {

@@ -75,6 +75,7 @@ class LinkPair final {
   void check_peer() const;
 
  private:
+  LinkPair(const std::string& peer, LinkCancel& cancel);
   void listen(LinkStore& store, const std::string& name, const std::string& address, const Deadline& deadline);
   void connect(LinkStore& store, const std::string& name, const Deadline& deadline);
   // Moves `size` bytes; sends them where `to_send` is not null.
