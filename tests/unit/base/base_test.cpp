@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <fstream>
 #include <thread>
 
@@ -12,6 +13,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/log.h"
 #include "base/log_limit.h"
 #include "base/sigpipe.h"
 #include "base/subprocess.h"
@@ -20,6 +22,25 @@
 
 namespace trireme {
 namespace {
+
+// Made before main(), and so destroyed behind whatever the first line of the log has made.
+struct LastWords {
+  ~LastWords() {
+    if (armed) log_info("test", "after the end of main");
+  }
+  bool armed = false;
+} last_words;
+
+// As a thread does that was given up. A sanitizer sees a logger that is gone.
+TEST(LogDeathTest, TakesLinesAfterTheEndOfMain) {
+  const auto end = [] {
+    log_setup({.level = LogLevel::kInfo, .format = LogFormat::kText, .tag = "a tag that is no short string"});
+    log_info("test", "within main");
+    last_words.armed = true;
+    std::exit(0);
+  };
+  EXPECT_EXIT(end(), ::testing::ExitedWithCode(0), "a tag that is no short string. test: after the end of main");
+}
 
 TEST(Text, ParsesOnlyWholeNumbers) {
   EXPECT_EQ(parse_int("42"), 42);
