@@ -31,6 +31,9 @@ struct LossInputs {
   double global_valid_tokens = 0;  // over all ranks and micro-batches of the optimizer step
   double global_valid_sequences = 0;
   double global_positive_tokens = 0;  // valid tokens of correct responses; for positive_example_nll_weight
+  // current and previous are of filtered distributions. A token that the filters of one of them drop (-infinity) has no
+  // part in the policy's term, but counts in what sums are divided by.
+  bool filters = false;
 };
 
 struct LossOutput {

@@ -33,8 +33,11 @@ int64_t differing_bits(const at::Tensor& a, const at::Tensor& b, const at::Tenso
   return count;
 }
 
-void check_finite(const at::Tensor& logprobs, const at::Tensor& mask, const MicroBatch& batch) {
-  const at::Tensor bad = at::logical_and(at::logical_not(at::isfinite(logprobs.detach())), mask > 0);
+// With `filters` the log-prob of a token that they drop is -infinity.
+void check_finite(const at::Tensor& logprobs, const at::Tensor& mask, const MicroBatch& batch, bool filters) {
+  at::Tensor good = at::isfinite(logprobs.detach());
+  if (filters) good = at::logical_or(good, at::isneginf(logprobs.detach()));
+  const at::Tensor bad = at::logical_and(at::logical_not(good), mask > 0);
   if (!bad.any().item<bool>()) return;
   throw_on_bad_ids(logprobs.device());
   const int64_t token = bad.nonzero()[0].item<int64_t>();
@@ -136,7 +139,7 @@ PolicyTrainer::Trained PolicyTrainer::loss_of(const TrainingBatch& batch, const 
                                               const ValidCounts& valid) const {
   const at::Device device = policy_.options().device;
   const at::Tensor current = response_logprobs(policy_, hidden, batch.micro_batch, distribution_);
-  check_finite(current, batch.mask.to(device), batch.micro_batch);
+  check_finite(current, batch.mask.to(device), batch.micro_batch, distribution_.filters());
   LossInputs inputs;
   inputs.current = current;
   inputs.previous = batch.previous.to(device);
@@ -150,6 +153,7 @@ PolicyTrainer::Trained PolicyTrainer::loss_of(const TrainingBatch& batch, const 
   inputs.global_valid_tokens = valid.tokens;
   inputs.global_valid_sequences = valid.sequences;
   inputs.global_positive_tokens = valid.positive_tokens;
+  inputs.filters = distribution_.filters();
   Trained trained;
   trained.output = policy_loss(inputs, loss_);
   trained.logprobs = current.detach();

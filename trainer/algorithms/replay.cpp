@@ -87,8 +87,10 @@ void compute_again(const Model& model, const DumpedBatch& batch, const LogprobOp
                    ReplayResult& result) {
   const at::Tensor recomputed =
       response_logprobs(model, batch.micro_batch(), distribution).to(at::kCPU, at::kFloat).contiguous();
-  result.largest_logprob_error =
-      std::max(result.largest_logprob_error, (recomputed - in.current.to(at::kFloat)).abs().max().item<double>());
+  const at::Tensor dumped = in.current.to(at::kFloat);
+  // Both -infinity where the filters dropped a token.
+  const at::Tensor error = (recomputed - dumped).abs().masked_fill(recomputed == dumped, 0);
+  result.largest_logprob_error = std::max(result.largest_logprob_error, error.max().item<double>());
   const at::Tensor sampled = in.generation.to(at::kFloat).contiguous();
   const at::Tensor versions = batch.versions();
   for (int64_t i = 0; i < recomputed.numel(); ++i) {
@@ -147,6 +149,7 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
   for (int64_t m = 0; m < result.micro_batches; ++m) {
     const DumpedBatch batch(file, m);
     LossInputs in = batch.loss_inputs();
+    in.filters = distribution.filters();
     if (model) compute_again(*model, batch, distribution, in, result);
     const LossOutput output = policy_loss(in, options);
     const double loss = output.loss.item<double>();
