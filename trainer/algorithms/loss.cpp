@@ -241,7 +241,9 @@ LossOutput policy_loss(const LossInputs& in, const LossOptions& o) {
   if (o.reference_policy_kl_penalty != 0) {
     TRIREME_CHECK(in.reference.defined(), "the KL term needs reference log-probs");
     const at::Tensor reference = tokens.masked(in.reference);
-    const at::Tensor kl = mean.of_loss(kl_term(tokens.current, reference, tokens.generation, o));
+    // The reference has no filters, and so must the policy: else the KL is not 0 where both are the same model.
+    const at::Tensor current = in.current_unfiltered.defined() ? tokens.masked(in.current_unfiltered) : tokens.current;
+    const at::Tensor kl = mean.of_loss(kl_term(current, reference, tokens.generation, o));
     loss = loss + o.reference_policy_kl_penalty * kl;
     output.metrics["kl_penalty"] = number(kl);
   }

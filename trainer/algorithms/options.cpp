@@ -150,6 +150,10 @@ LogprobOptions reference_distribution(const Config& config) {
   return o;
 }
 
+bool kl_needs_unfiltered(const Config& config) {
+  return loss_options(config).reference_policy_kl_penalty != 0 && sampling_distribution(config).filters();
+}
+
 StageOptions stage_options(const Config& config) {
   const MegatronConfig& m = config.policy.megatron_cfg;
   if (!m.enabled) return {};

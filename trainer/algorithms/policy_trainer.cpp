@@ -142,6 +142,10 @@ PolicyTrainer::Trained PolicyTrainer::loss_of(const TrainingBatch& batch, const 
   check_finite(current, batch.mask.to(device), batch.micro_batch, distribution_.filters());
   LossInputs inputs;
   inputs.current = current;
+  if (kl_needs_unfiltered(config_)) {
+    inputs.current_unfiltered = response_logprobs(policy_, hidden, batch.micro_batch, reference_distribution(config_));
+    check_finite(inputs.current_unfiltered, batch.mask.to(device), batch.micro_batch, /*filters=*/false);
+  }
   inputs.previous = batch.previous.to(device);
   inputs.generation = batch.generation.to(device);
   if (batch.reference.defined()) inputs.reference = batch.reference.to(device);
@@ -157,6 +161,7 @@ PolicyTrainer::Trained PolicyTrainer::loss_of(const TrainingBatch& batch, const 
   Trained trained;
   trained.output = policy_loss(inputs, loss_);
   trained.logprobs = current.detach();
+  if (inputs.current_unfiltered.defined()) trained.unfiltered = inputs.current_unfiltered.detach();
   return trained;
 }
 
@@ -280,7 +285,7 @@ void PolicyTrainer::backward_passes(const OptimizerBatch& batch, const ValidCoun
       sums.compared_tokens += (compared > 0).sum().item<int64_t>();
       sums.mismatched_tokens += differing_bits(trained.logprobs, one.generation, compared);
     }
-    if (dump.wanted()) dump.add(one, trained.logprobs, trained.output.loss);
+    if (dump.wanted()) dump.add(one, trained.logprobs, trained.unfiltered, trained.output.loss);
     return trained.output.loss;
   };
   if (overlap_grad_reduce(config_)) work.before_last = [this] { optimizer_.reduce_in_next_backward(); };

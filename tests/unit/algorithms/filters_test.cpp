@@ -10,11 +10,13 @@
 #include <utility>
 #include <vector>
 
+#include "base/fs.h"
 #include "tests/unit/algorithms/recorded_rollout.h"
 #include "trainer/algorithms/loss.h"
 #include "trainer/algorithms/policy_trainer.h"
 #include "trainer/algorithms/sample_advantages.h"
 #include "trainer/algorithms/training_batch.h"
+#include "trainer/model/safetensors.h"
 
 namespace trireme {
 namespace {
@@ -199,6 +201,75 @@ TEST(Filters, ATokenThatTheyDropIsNoFailure) {
   EXPECT_NEAR(result.metrics.at("filtered_token_fraction"), dropped / tokens, 1e-6);
   EXPECT_NEAR(result.metrics.at("loss"), loss / tokens, 1e-5 * std::max(1.0, std::abs(loss / tokens)));
   for (const auto& [name, value] : result.metrics) EXPECT_TRUE(std::isfinite(value)) << name;
+}
+
+// The reference has no filters: a KL of the same model to itself is 0, whatever the filters keep of the policy.
+TEST(FilteredKl, IsZeroWhereThePolicyIsTheReference) {
+  Config config = settings(false);
+  config.policy.generation.top_k = 30;
+  config.policy.train_global_batch_size = 24;
+  config.policy.optimizer.kwargs.lr = 0;
+  config.loss_fn.reference_policy_kl_penalty = 0.5;
+  ParallelContext context(Layout{}, {});
+  Model policy(test::tiny(), {}), reference(test::tiny(), {});
+  init_parameters(policy, 5);
+  init_parameters(reference, 5);
+  DistributedAdamW optimizer(policy, context.data_parallel(), {});
+  PhaseTimer timer;
+  PolicyTrainer trainer(config, policy, &reference, optimizer, context, timer, /*row_exact=*/true);
+  std::vector<Sample> samples = recorded();
+  for (Sample& sample : samples) sample.set_advantage(0);
+  const TemporaryDirectory dir;
+  const std::string dump = (dir.path() / "dump.safetensors").string();
+  const TrainResult same = trainer.train(samples, dump);
+  EXPECT_GT(same.metrics.at("filtered_token_fraction"), 0.25);
+  EXPECT_NEAR(same.metrics.at("kl_penalty"), 0, 1e-9);
+  EXPECT_NEAR(same.metrics.at("grad_norm"), 0, 1e-6) << "k3 has no slope where both are the same";
+  const SafetensorsFile file(dump);
+  EXPECT_TRUE(
+      at::equal(file.tensor("micro_batch.0.unfiltered_logprobs"), file.tensor("micro_batch.0.reference_logprobs")));
+  // A token that the filters drop is in it.
+  init_parameters(reference, 6);
+  const std::string second = (dir.path() / "second.safetensors").string();
+  const TrainResult other = trainer.train(samples, second);
+  const SafetensorsFile of_other(second);
+  double kl = 0, tokens = 0;
+  for (int64_t b = 0; of_other.contains("micro_batch." + std::to_string(b) + ".targets"); ++b) {
+    const auto get = [&](const char* name) {
+      return of_other.tensor("micro_batch." + std::to_string(b) + "." + name).to(at::kDouble).contiguous();
+    };
+    const at::Tensor own = get("unfiltered_logprobs"), theirs = get("reference_logprobs");
+    for (int64_t t = 0; t < own.numel(); ++t) {
+      const double x = theirs[t].item<double>() - own[t].item<double>();
+      kl += std::exp(x) - 1 - x;
+      tokens += 1;
+    }
+  }
+  ASSERT_GT(kl, 0);
+  EXPECT_NEAR(other.metrics.at("kl_penalty"), kl / tokens, 1e-5 * kl / tokens);
+  EXPECT_GT(other.metrics.at("grad_norm"), 0);
+}
+
+// The slope of k2 is the log-ratio itself: of the unfiltered log-prob, for a dropped token too.
+TEST(FilteredKl, HasItsOwnGradient) {
+  LossInputs in = with_dropped_tokens();
+  in.advantages = at::zeros({6}, at::kDouble);
+  in.current_unfiltered = at::tensor({-1.9, -3.0, -0.8, -2.5, -1.0, -1.3}, at::kDouble).set_requires_grad(true);
+  in.reference = at::tensor({-1.9, -2.0, -1.3, -2.0, -1.5, -1.3}, at::kDouble);
+  LossOptions options;
+  options.reference_policy_kl_penalty = 2;
+  options.reference_policy_kl_type = KlEstimator::kK2;
+  options.kl_score_function_gradient = false;
+  const LossOutput out = policy_loss(in, options);
+  out.loss.backward();
+  EXPECT_NEAR(out.metrics.at("kl_penalty"), (1 + 0.25 + 0.25 + 0.25) / 2 / 8, 1e-8);
+  EXPECT_NEAR(out.loss.item<double>(), (1 + 0.25 + 0.25 + 0.25) / 8, 1e-8);
+  const std::vector<double> slopes = {0, -1.0, 0.5, -0.5, 0.5, 0};
+  for (size_t t = 0; t < slopes.size(); ++t) {
+    const auto at = static_cast<int64_t>(t);
+    EXPECT_NEAR(in.current_unfiltered.grad()[at].item<double>(), 2 * slopes[t] / 8, 1e-8) << t;
+    EXPECT_EQ(in.current.grad()[at].item<double>(), 0) << t;
+  }
 }
 
 // The filters see whole rows, however the vocabulary and the rows are split.
