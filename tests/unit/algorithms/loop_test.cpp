@@ -482,6 +482,20 @@ TEST(SftLoop, GoesOnWhereItWasInterrupted) {
   for (size_t i = 0; i < 4; ++i) EXPECT_EQ(parts.log()[i].at("train/loss"), whole.log()[i].at("train/loss"));
 }
 
+// Answers of one and of two digits: a mean over batches would depend on how many examples a batch has.
+TEST(SftLoop, ValidationIsAMeanOverTokensHoweverTheyAreBatched) {
+  const auto loss = [](int size, int batches) {
+    const Place place;
+    place.sft({"sft.val_period=4", "sft.val_global_batch_size=" + std::to_string(size),
+               "sft.val_batches=" + std::to_string(batches)});
+    return place.log().back().at("validation/loss").get<double>();
+  };
+  const double whole = loss(24, 1);
+  EXPECT_GT(whole, 0);
+  EXPECT_NEAR(loss(1, 24), whole, 1e-6 * whole);
+  EXPECT_NEAR(loss(9, 3), whole, 1e-6 * whole);
+}
+
 Sample rewarded(int64_t group, int64_t index, double reward) {
   Sample s;
   s.group = group;
