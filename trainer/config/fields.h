@@ -109,7 +109,6 @@ struct FeatureKey {
     kSet,       // anything but null, false, 0, "", [] or {}
     kEnabled,   // its key `enabled` is true
     kAboveOne,  // a number above 1
-    kFalse,     // false
     kIs,        // `value`
     kList,      // a list instead of a mapping
     kGrades,    // an environment that data's env_name names

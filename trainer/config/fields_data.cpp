@@ -35,6 +35,9 @@ void add_data(std::vector<Field>& table) {
   OURS(data.max_bad_lines)("malformed lines that may be skipped before the run stops").at_least(0);
   OURS(data.fail_on_long_prompt)("a prompt longer than max_input_seq_length stops the run instead");
   OURS(data.apply_chat_template)("render prompts with the chat template; false: as they stand in the file");
+  KEY(data.add_bos)
+  ("SFT: the tokenizer's bos_token, if it has one, goes before a conversation whose chat template does not write it");
+  KEY(data.add_eos)("SFT: the end token goes behind a response that does not end with it");
   DATASET(train);
   KEY(data.train.split_validation_size)
   ("held out for validation where data.validation names no data: a share, or rows when 1 or more").at_least(0);

@@ -107,8 +107,6 @@ bool switched_on(const config::FeatureKey& key, const Node& node) {
     }
     case When::kAboveOne:
       return parse_number(node).value_or(0) > 1;
-    case When::kFalse:
-      return parse_bool(node) == false;
     case When::kIs:
       return node.kind == Node::Kind::kScalar && node.text == key.value;
     case When::kList:

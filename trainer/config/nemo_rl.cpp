@@ -129,7 +129,7 @@ void ignore_runs(std::vector<IgnoredKey>& keys) {
   }
   ignore(keys, "data.validation.", {"split_validation_size", "seed"}, kOnce);
   ignore(keys, "data.", {"num_prompts_per_dataloader"}, "see data.use_multiple_dataloader");
-  ignore(keys, "data.", {"add_bos", "add_generation_prompt", "add_system_prompt"}, kTemplateDecides);
+  ignore(keys, "data.", {"add_generation_prompt", "add_system_prompt"}, kTemplateDecides);
   ignore(keys, "env.math.", {"verifier_type"}, "one verifier reads all final answers");
   ignore(keys, "env.math.", {"stop_strings"}, "see policy.generation.stop_strings");
   ignore(keys, "", {"sif_dir"}, "a folder of NeMo-Gym");
@@ -257,7 +257,6 @@ void features_of_data_and_rewards(std::vector<FeatureKey>& keys) {
   }
   feature(keys, "data.", {"use_multiple_dataloader"}, When::kSet, "several data loaders at once");
   feature(keys, "data.", {"custom_dataloader"}, When::kSet, "a data loader of one's own in Python");
-  feature(keys, "data.", {"add_eos"}, When::kFalse, "responses that end without the end token");
 
   feature(keys, "env.", {"should_use_nemo_gym"}, When::kSet, kGym);
   feature(keys, "env.", {"nemo_gym"}, When::kGrades, kGym);

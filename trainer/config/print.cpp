@@ -63,8 +63,6 @@ std::string switch_text(const config::FeatureKey& key) {
       return "is enabled";
     case When::kAboveOne:
       return "is above 1";
-    case When::kFalse:
-      return "is false";
     case When::kIs:
       return "is `" + key.value + "`";
     case When::kList:

@@ -317,7 +317,8 @@ std::optional<PromptExample> Dataset::tokenize(Row row, const std::string& where
   std::vector<Segment> completion;
   example.index = row.index;
   example.prompt_text = render(row, options_.completions ? &completion : nullptr);
-  // A chat template writes BOS itself; a raw prompt gets what the tokenizer adds.
+  if (options_.completions && options_.apply_chat_template && options_.add_bos) add_bos(&example.prompt_text);
+  // A prompt to generate from has the BOS that its chat template writes; a raw one gets what the tokenizer adds.
   example.prompt = tokenizer_->encode(example.prompt_text, !options_.apply_chat_template);
   if (example.prompt.empty()) fail_data("the prompt has no tokens");
   if (options_.completions) tokenize_completion(completion, &example);
@@ -341,6 +342,11 @@ std::optional<PromptExample> Dataset::tokenize(Row row, const std::string& where
   return example;
 }
 
+void Dataset::add_bos(std::string* text) const {
+  const std::string bos = tokenizer_->bos_token();
+  if (!starts_with(*text, bos)) text->insert(0, bos);
+}
+
 void Dataset::tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const {
   const auto& ends = tokenizer_->eos_ids();
   for (size_t s = 0; s < segments.size(); ++s) {
@@ -353,8 +359,7 @@ void Dataset::tokenize_completion(const std::vector<Segment>& segments, PromptEx
       if (last_end != ids.rend()) learnt = static_cast<size_t>(ids.rend() - last_end);
       if (s + 1 == segments.size()) {
         ids.resize(learnt);
-        if (last_end == ids.rend() || ids.empty() || std::find(ends.begin(), ends.end(), ids.back()) == ends.end())
-          ids.push_back(tokenizer_->eos_id());
+        if (options_.add_eos && last_end == ids.rend()) ids.push_back(tokenizer_->eos_id());
         learnt = ids.size();
       }
     }

@@ -96,6 +96,7 @@ class Dataset final {
   // Prompt text, and for SFT the text after it: one segment per response and per stretch between them.
   std::string render(const Row& row, std::vector<Segment>* completion) const;
   std::optional<PromptExample> tokenize(Row row, const std::string& where) const;
+  void add_bos(std::string* text) const;
   void tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const;
 
   DataOptions options_;

@@ -33,6 +33,9 @@ TEST(OpenDatasets, TellsTheDataSetsWhatTheConfigurationSays) {
   EXPECT_FALSE(datasets.train->example(1).has_value());
   EXPECT_FALSE(datasets.train->options().shuffle);
   EXPECT_EQ(datasets.train->options().seed, config.grpo.seed);
+  EXPECT_TRUE(datasets.train->options().add_bos);
+  config.data.add_bos = false;
+  EXPECT_FALSE(open_datasets(config, tokenizer, dir.path(), /*completions=*/false).train->options().add_bos);
 
   config.data.fail_on_long_prompt = true;
   const Datasets strict = open_datasets(config, tokenizer, dir.path(), /*completions=*/false);

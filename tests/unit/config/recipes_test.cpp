@@ -230,8 +230,6 @@ std::string switch_on(const config::FeatureKey& key) {
       return key.path + "={enabled: true, more: 1}";
     case When::kAboveOne:
       return key.path + "=2";
-    case When::kFalse:
-      return key.path + "=false";
     case When::kIs:
       return key.path + "=" + key.value;
     case When::kList:
@@ -251,8 +249,6 @@ std::vector<std::string> leave_off(const config::FeatureKey& key) {
       return {key.path + "=null", key.path + "={enabled: false, more: 1}", key.path + "={more: 1}"};
     case When::kAboveOne:
       return {key.path + "=1", key.path + "=null"};
-    case When::kFalse:
-      return {key.path + "=true"};
     case When::kIs:
       return {key.path + "=auto", key.path + "=null"};
     case When::kList:

@@ -649,6 +649,43 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
   EXPECT_THAT(indices(&limited, 2), ElementsAre(1, 1));
 }
 
+TEST_F(DatasetTest, AConversationBeginsWithTheTokenizersFirstToken) {
+  DataOptions options = raw(write("d.jsonl", R"({"input": "1", "output": "2"})"));
+  options.completions = true;
+  options.apply_chat_template = true;
+  const std::string text = "{% for m in messages %}{{ ' Q:' if m.role == 'user' else ' ' }}{{ m.content }}{% endfor %}";
+  const auto first = [&](const std::string& chat_template) {
+    return PromptStream(options, Tokenizer::load(dir_.path() / "model", chat_template)).next();
+  };
+  EXPECT_THAT(first(text).prompt, ElementsAre(' ', 'Q', ':', '1')) << "this tokenizer has none";
+
+  const std::filesystem::path config = dir_.path() / "model" / "tokenizer_config.json";
+  json changed = json::parse(read_file(config));
+  changed["bos_token"] = "<|endoftext|>";
+  write_file_atomic(config, changed.dump());
+  const PromptExample added = first(text);
+  EXPECT_EQ(added.prompt_text, "<|endoftext|> Q:1");
+  EXPECT_THAT(added.prompt, ElementsAre(kByteEndOfText, ' ', 'Q', ':', '1'));
+  EXPECT_THAT(added.response, ElementsAre(' ', '2', kByteImEnd));
+  EXPECT_THAT(first("{{ bos_token }}" + text).prompt, ElementsAre(kByteEndOfText, ' ', 'Q', ':', '1'));
+  options.max_input_seq_length = 7;  // of 8 with it
+  EXPECT_THAT(error_of([&] { first(text); }), HasSubstr("none of the 1 prompts"));
+  options.add_bos = false;
+  EXPECT_THAT(first(text).prompt, ElementsAre(' ', 'Q', ':', '1'));
+  options.add_bos = true;
+  options.completions = false;  // generation begins with what the template writes
+  EXPECT_THAT(first(text).prompt, ElementsAre(' ', 'Q', ':', '1'));
+}
+
+TEST_F(DatasetTest, AResponseMayEndWithoutTheEndToken) {
+  DataOptions options = raw(write("d.jsonl", R"({"input": "1", "output": "2"})"));
+  options.completions = true;
+  options.add_eos = false;
+  const PromptExample open = PromptStream(options, tokenizer_).next();
+  EXPECT_THAT(open.response, ElementsAre('2'));
+  EXPECT_THAT(open.response_mask, ElementsAre(1));
+}
+
 TEST_F(DatasetTest, ARowsOwnSystemMessage) {
   DataOptions options = raw(write("d.jsonl", R"({"context": "c", "question": "q", "answers": {"text": ["a", "b"]}})"
                                              "\n"
