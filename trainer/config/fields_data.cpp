@@ -37,6 +37,9 @@ void add_data(std::vector<Field>& table) {
   OURS(data.apply_chat_template)("render prompts with the chat template; false: as they stand in the file");
   KEY(data.add_bos)
   ("SFT: the tokenizer's bos_token, if it has one, goes before a conversation whose chat template does not write it");
+  KEY(data.add_generation_prompt)
+  ("SFT: the chat template's header of a response counts as a part of the prompt; false: of the response, and is "
+   "learnt");
   KEY(data.add_eos)("SFT: the end token goes behind a response that does not end with it");
   DATASET(train);
   KEY(data.train.split_validation_size)

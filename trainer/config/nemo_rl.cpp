@@ -45,7 +45,6 @@ constexpr const char* kShared =
 constexpr const char* kPorts = "the system chooses ports";
 constexpr const char* kLogs = "logs go to the step log, Prometheus and the report";
 constexpr const char* kColumns = "columns decide how a row is read";
-constexpr const char* kTemplateDecides = "the chat template decides";
 constexpr const char* kModel = "policy.precision and the model's own config.json decide";
 constexpr const char* kOnce = "validation data are not split again";
 constexpr const char* kOffload = "optimizer state stays on the device";
@@ -129,7 +128,7 @@ void ignore_runs(std::vector<IgnoredKey>& keys) {
   }
   ignore(keys, "data.validation.", {"split_validation_size", "seed"}, kOnce);
   ignore(keys, "data.", {"num_prompts_per_dataloader"}, "see data.use_multiple_dataloader");
-  ignore(keys, "data.", {"add_generation_prompt", "add_system_prompt"}, kTemplateDecides);
+  ignore(keys, "data.", {"add_system_prompt"}, "the chat template decides");
   ignore(keys, "env.math.", {"verifier_type"}, "one verifier reads all final answers");
   ignore(keys, "env.math.", {"stop_strings"}, "see policy.generation.stop_strings");
   ignore(keys, "", {"sif_dir"}, "a folder of NeMo-Gym");

@@ -108,6 +108,7 @@ std::string Dataset::shared_as(size_t source) const {
               options_.system_key,
               options_.completions,
               options_.apply_chat_template,
+              options_.add_generation_prompt,
               system_prompt_,
               prompt_before_,
               prompt_after_,
@@ -258,6 +259,9 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
     const ordered_json part(messages.begin(), messages.begin() + static_cast<std::ptrdiff_t>(count));
     return tokenizer_->render_chat_ordered(part, generate, extra);
   };
+  const auto has_header = [&](size_t at) {
+    return options_.add_generation_prompt && (messages[at - 1]["role"] == "user" || messages[at - 1]["role"] == "tool");
+  };
   // Every response is learnt where the conversation up to it is a beginning of the whole. Templates that rewrite
   // earlier turns (Qwen3 drops old reasoning) leave only the last response.
   for (const bool all_responses : {true, false}) {
@@ -266,7 +270,7 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
     std::string so_far;
     bool grows = true;
     for (const size_t at : all_responses ? responses : std::vector<size_t>{responses.back()}) {
-      const std::string before = render_first(at, true);
+      const std::string before = render_first(at, has_header(at));
       const std::string after = render_first(at + 1, false);
       grows = starts_with(before, so_far) && starts_with(after, before);
       if (!grows) break;

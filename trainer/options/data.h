@@ -29,6 +29,8 @@ struct PromptOptions {
   bool apply_chat_template = true;   // (ours) false: system prompt, blank line, prompt as they stand
   // SFT only.
   bool add_bos = true;  // the tokenizer's bos_token, if it has one, ahead of rendered text that does not begin with it
+  // The template's header of a response belongs to the message before it and is not learnt; false: to the response.
+  bool add_generation_prompt = false;
   bool add_eos = true;  // the end token behind a response that does not end with it
 };
 

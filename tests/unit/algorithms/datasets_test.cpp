@@ -82,8 +82,7 @@ TEST(OpenDatasets, SquadsRowsAsItsNameSays) {
       open_datasets(config, Tokenizer::load(dir.path() / "model"), dir.path(), /*completions=*/true);
   const auto example = datasets.train->example(0);
   ASSERT_TRUE(example.has_value());
-  EXPECT_EQ(example->prompt_text,
-            "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(example->prompt_text, "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n");
   EXPECT_EQ(example->gold, "a");
 }
 

@@ -80,6 +80,15 @@ class DatasetTest : public testing::Test {
     return out;
   }
 
+  // What the loss counts.
+  std::string learnt_text(const PromptExample& example) const {
+    std::vector<int32_t> learnt;
+    for (size_t i = 0; i < example.response.size(); ++i) {
+      if (example.response_mask[i] != 0) learnt.push_back(example.response[i]);
+    }
+    return tokenizer_->decode(learnt, false);
+  }
+
   TemporaryDirectory dir_;
   std::shared_ptr<const Tokenizer> tokenizer_;
 };
@@ -635,6 +644,7 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
   EXPECT_THAT(example.response, ElementsAre('2', kByteImEnd));
   EXPECT_THAT(example.response_mask, ElementsAre(1, 1));
   options.apply_chat_template = true;
+  options.add_generation_prompt = true;
   const PromptExample chat = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(chat.prompt_text, "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n");
   EXPECT_THAT(chat.response, ElementsAre('2', kByteImEnd));  // not the template's line feed
@@ -696,6 +706,7 @@ TEST_F(DatasetTest, ARowsOwnSystemMessage) {
   options.system_prompt_file = write("system.txt", "of the file");
   options.completions = true;
   options.apply_chat_template = true;
+  options.add_generation_prompt = true;
   PromptStream stream(options, tokenizer_);
   const PromptExample own = stream.next();
   EXPECT_EQ(own.prompt_text, "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n");
@@ -715,16 +726,13 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
   options.completions = true;
   EXPECT_THAT(open_error(options), HasSubstr("holds conversations, which need the chat template"));
   options.apply_chat_template = true;
+  options.add_generation_prompt = true;
   const PromptExample example = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(example.prompt_text, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n");
   EXPECT_EQ(tokenizer_->decode(example.response, false),
             "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>");
   ASSERT_EQ(example.response_mask.size(), example.response.size());
-  std::vector<int32_t> learnt;
-  for (size_t i = 0; i < example.response.size(); ++i) {
-    if (example.response_mask[i]) learnt.push_back(example.response[i]);
-  }
-  EXPECT_THAT(learnt, ElementsAre('b', kByteImEnd, 'd', kByteImEnd));
+  EXPECT_EQ(learnt_text(example), "b<|im_end|>d<|im_end|>");
 
   // A template that shows only the last response whole: the first is not learnt.
   const auto rewriting = Tokenizer::load(dir_.path() / "model",
@@ -736,6 +744,29 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
   const auto foreign = Tokenizer::load(dir_.path() / "model", "{{ add_generation_prompt }}");
   EXPECT_THAT(error_of([&] { PromptStream stream(options, foreign); }),
               HasSubstr("line 1: the chat template does not render the prompt as the beginning"));
+}
+
+TEST_F(DatasetTest, TheHeaderOfAResponseIsLearntUnlessItIsAPartOfThePrompt) {
+  DataOptions options =
+      raw(write("d.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, )"
+                           R"({"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}, )"
+                           R"({"role": "assistant", "content": "e"}]})"));
+  options.completions = true;
+  options.apply_chat_template = true;
+  const PromptExample whole = PromptStream(options, tokenizer_).next();
+  EXPECT_EQ(whole.prompt_text, "<|im_start|>user\na<|im_end|>\n");
+  EXPECT_EQ(learnt_text(whole),
+            "<|im_start|>assistant\nb<|im_end|><|im_start|>assistant\nc<|im_end|><|im_start|>assistant\ne<|im_end|>");
+  options.add_generation_prompt = true;
+  const PromptExample content = PromptStream(options, tokenizer_).next();
+  EXPECT_EQ(content.prompt_text, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(learnt_text(content), "b<|im_end|><|im_start|>assistant\nc<|im_end|>e<|im_end|>")
+      << "a header behind another response is of no prompt";
+  for (const PromptExample* example : {&whole, &content}) {
+    EXPECT_EQ(example->prompt_text + tokenizer_->decode(example->response, false),
+              "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+              "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\ne<|im_end|>");
+  }
 }
 
 TEST_F(DatasetTest, TemplateRefusalIsABadRow) {
