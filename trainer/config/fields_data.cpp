@@ -40,7 +40,10 @@ void add_data(std::vector<Field>& table) {
   KEY(data.add_generation_prompt)
   ("SFT: the chat template's header of a response counts as a part of the prompt; false: of the response, and is "
    "learnt");
-  KEY(data.add_eos)("SFT: the end token goes behind a response that does not end with it");
+  KEY(data.add_eos)
+  ("SFT: the end token goes behind a conversation that, line feeds apart, does not end with it");
+  OURS(data.drop_line_feeds)
+  ("SFT: line feeds at the end of a conversation, as ChatML has one behind its end token, are left out");
   DATASET(train);
   KEY(data.train.split_validation_size)
   ("held out for validation where data.validation names no data: a share, or rows when 1 or more").at_least(0);

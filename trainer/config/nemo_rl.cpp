@@ -349,6 +349,9 @@ const std::vector<VersionDefault>& version_defaults() {
   static const std::vector<VersionDefault> kDefaults = {
       {"grpo.biased_group_std", "true", "false",
        "v0.3 has the biased estimator of a group's standard deviation, later versions the unbiased one"},
+      {"data.drop_line_feeds", "true", "false",
+       "SFT of v0.3 leaves out the line feeds that a chat template puts at the end of a conversation, later versions "
+       "learn them"},
       {"loss_fn.kl_input_clamp_value", "null", "20", "v0.3 does not clamp"},
       {"loss_fn.kl_output_clamp_value", "null", "10", "v0.3 does not clamp"},
       {"loss_fn.kl_score_function_gradient", "false", "true",

@@ -325,7 +325,7 @@ std::optional<PromptExample> Dataset::tokenize(Row row, const std::string& where
   // A prompt to generate from has the BOS that its chat template writes; a raw one gets what the tokenizer adds.
   example.prompt = tokenizer_->encode(example.prompt_text, !options_.apply_chat_template);
   if (example.prompt.empty()) fail_data("the prompt has no tokens");
-  if (options_.completions) tokenize_completion(completion, &example);
+  if (options_.completions) tokenize_completion(std::move(completion), &example);
   const int64_t length = static_cast<int64_t>(example.prompt.size() + example.response.size());
   const int64_t prompt = static_cast<int64_t>(example.prompt.size());
   const bool fills = options_.max_total_length > 0 && prompt >= options_.max_total_length;
@@ -351,26 +351,20 @@ void Dataset::add_bos(std::string* text) const {
   if (!starts_with(*text, bos)) text->insert(0, bos);
 }
 
-void Dataset::tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const {
-  const auto& ends = tokenizer_->eos_ids();
-  for (size_t s = 0; s < segments.size(); ++s) {
-    std::vector<int32_t> ids = tokenizer_->encode(segments[s].text);
-    size_t learnt = segments[s].learn ? ids.size() : 0;
-    if (segments[s].learn) {
-      // What a template prints after the end token (a line feed) is never generated, so it is not learnt either.
-      const auto last_end = std::find_if(
-          ids.rbegin(), ids.rend(), [&](int32_t id) { return std::find(ends.begin(), ends.end(), id) != ends.end(); });
-      if (last_end != ids.rend()) learnt = static_cast<size_t>(ids.rend() - last_end);
-      if (s + 1 == segments.size()) {
-        ids.resize(learnt);
-        if (options_.add_eos && last_end == ids.rend()) ids.push_back(tokenizer_->eos_id());
-        learnt = ids.size();
-      }
-    }
+void Dataset::tokenize_completion(std::vector<Segment> segments, PromptExample* example) const {
+  std::string& last = segments.back().text;
+  const std::string text = last.substr(0, last.find_last_not_of('\n') + 1);
+  if (options_.drop_line_feeds) last = text;
+  for (const Segment& segment : segments) {
+    const std::vector<int32_t> ids = tokenizer_->encode(segment.text);
     example->response.insert(example->response.end(), ids.begin(), ids.end());
-    example->response_mask.insert(example->response_mask.end(), learnt, 1);
-    example->response_mask.insert(example->response_mask.end(), ids.size() - learnt, 0);
+    example->response_mask.insert(example->response_mask.end(), ids.size(), segment.learn ? 1 : 0);
   }
+  if (!options_.add_eos) return;
+  const std::optional<std::string> end = tokenizer_->id_to_token(tokenizer_->eos_id());
+  if (end && ends_with(text, *end)) return;
+  example->response.push_back(tokenizer_->eos_id());
+  example->response_mask.push_back(1);
 }
 
 json Dataset::identity() const {

@@ -47,8 +47,8 @@ struct PromptExample {
   std::vector<int32_t> prompt;
   std::string gold;      // what is right, to grade against; after "####" when the output's last line starts so
   nlohmann::json extra;  // the row's other columns
-  // SFT only: the tokens after the prompt, the end token included, and 1 where the loss counts (0: user turns
-  // in a conversation of several turns).
+  // SFT only: the tokens after the prompt, up to the end of the conversation, and 1 where the loss counts (0: user
+  // turns in a conversation of several turns).
   std::vector<int32_t> response;
   std::vector<uint8_t> response_mask;
 };
@@ -97,7 +97,7 @@ class Dataset final {
   std::string render(const Row& row, std::vector<Segment>* completion) const;
   std::optional<PromptExample> tokenize(Row row, const std::string& where) const;
   void add_bos(std::string* text) const;
-  void tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const;
+  void tokenize_completion(std::vector<Segment> segments, PromptExample* example) const;
 
   DataOptions options_;
   std::shared_ptr<const Tokenizer> tokenizer_;

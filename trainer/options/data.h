@@ -31,7 +31,8 @@ struct PromptOptions {
   bool add_bos = true;  // the tokenizer's bos_token, if it has one, ahead of rendered text that does not begin with it
   // The template's header of a response belongs to the message before it and is not learnt; false: to the response.
   bool add_generation_prompt = false;
-  bool add_eos = true;  // the end token behind a response that does not end with it
+  bool add_eos = true;           // the end token behind a last response that, line feeds apart, does not end with it
+  bool drop_line_feeds = false;  // (ours) at the end of the last response
 };
 
 }  // namespace trireme

@@ -101,6 +101,7 @@ TEST(RecipeText, FilesOfV03MeanWhatV03Means) {
   EXPECT_FALSE(v03.loss_fn.kl_output_clamp_value.has_value());
   EXPECT_TRUE(v03.grpo.biased_group_std);
   EXPECT_FALSE(v03.loss_fn.kl_score_function_gradient);
+  EXPECT_TRUE(v03.data.drop_line_feeds);
   EXPECT_TRUE(v03.data.shuffle);  // its loader does not, but its data sets come shuffled
   EXPECT_EQ(v03.data.train.split, "train_1M");
   const Config later = load_config("tests/data/recipes/main_grpo.yaml", {}, nullptr, no_variables);
@@ -108,6 +109,7 @@ TEST(RecipeText, FilesOfV03MeanWhatV03Means) {
   EXPECT_EQ(later.loss_fn.kl_input_clamp_value, 20.0);
   EXPECT_FALSE(later.grpo.biased_group_std);
   EXPECT_TRUE(later.loss_fn.kl_score_function_gradient);
+  EXPECT_FALSE(later.data.drop_line_feeds);
   // What a file says counts, whatever the version.
   EXPECT_EQ(
       load_config_text("loss_fn: {kl_input_clamp_value: 7}\n", {"compatibility=v0.3"}).loss_fn.kl_input_clamp_value,

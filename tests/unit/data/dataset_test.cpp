@@ -647,7 +647,8 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
   options.add_generation_prompt = true;
   const PromptExample chat = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(chat.prompt_text, "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n");
-  EXPECT_THAT(chat.response, ElementsAre('2', kByteImEnd));  // not the template's line feed
+  EXPECT_THAT(chat.response, ElementsAre('2', kByteImEnd, '\n'));
+  EXPECT_THAT(chat.response_mask, ElementsAre(1, 1, 1));
   options.path = write("d.jsonl", R"({"input": "1+1=", "output": ""})");
   EXPECT_THAT(open_error(options), HasSubstr("nothing to learn"));
   options.path = write("long.jsonl", R"({"input": "1", "output": "long answer"})"
@@ -687,13 +688,32 @@ TEST_F(DatasetTest, AConversationBeginsWithTheTokenizersFirstToken) {
   EXPECT_THAT(first(text).prompt, ElementsAre(' ', 'Q', ':', '1'));
 }
 
-TEST_F(DatasetTest, AResponseMayEndWithoutTheEndToken) {
-  DataOptions options = raw(write("d.jsonl", R"({"input": "1", "output": "2"})"));
+TEST_F(DatasetTest, HowAConversationEnds) {
+  DataOptions options = raw(write("d.jsonl", R"({"input": "1", "output": "2\n"})"));
   options.completions = true;
+  const auto first = [&] { return PromptStream(options, tokenizer_).next(); };
+  // Text, its line feed, the end token: as it stands, and without line feeds.
+  EXPECT_THAT(first().response, ElementsAre('2', '\n', kByteImEnd));
+  options.drop_line_feeds = true;
+  EXPECT_THAT(first().response, ElementsAre('2', kByteImEnd));
   options.add_eos = false;
-  const PromptExample open = PromptStream(options, tokenizer_).next();
-  EXPECT_THAT(open.response, ElementsAre('2'));
-  EXPECT_THAT(open.response_mask, ElementsAre(1));
+  EXPECT_THAT(first().response, ElementsAre('2'));
+  EXPECT_THAT(first().response_mask, ElementsAre(1));
+  options.drop_line_feeds = false;
+  EXPECT_THAT(first().response, ElementsAre('2', '\n'));
+  // Of a conversation, only the end of the last response.
+  options = raw(write("c.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": )"
+                                 R"("b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]})"));
+  options.completions = options.apply_chat_template = options.add_generation_prompt = true;
+  EXPECT_EQ(learnt_text(first()), "b<|im_end|>\nd<|im_end|>\n");
+  options.drop_line_feeds = true;
+  EXPECT_EQ(learnt_text(first()), "b<|im_end|>\nd<|im_end|>");
+  // The end token is the tokenizer's, whatever else ends generation.
+  write_file_atomic(dir_.path() / "model" / "generation_config.json", R"({"eos_token_id": [256, 258]})");
+  tokenizer_ = Tokenizer::load(
+      dir_.path() / "model",
+      "{% for m in messages %}{{ m.content }}{{ '<|endoftext|>' if m.role == 'assistant' }}{% endfor %}");
+  EXPECT_EQ(learnt_text(first()), "b<|endoftext|>d<|endoftext|><|im_end|>");
 }
 
 TEST_F(DatasetTest, ARowsOwnSystemMessage) {
@@ -710,7 +730,7 @@ TEST_F(DatasetTest, ARowsOwnSystemMessage) {
   PromptStream stream(options, tokenizer_);
   const PromptExample own = stream.next();
   EXPECT_EQ(own.prompt_text, "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n");
-  EXPECT_THAT(own.response, ElementsAre('a', kByteImEnd));
+  EXPECT_THAT(own.response, ElementsAre('a', kByteImEnd, '\n'));
   EXPECT_THAT(stream.next().prompt_text, HasSubstr("<|im_start|>system\nof the file<|im_end|>"));
   // Of a source with keys of its own, its own.
   DataOptions mixed = options;
@@ -730,9 +750,9 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
   const PromptExample example = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(example.prompt_text, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n");
   EXPECT_EQ(tokenizer_->decode(example.response, false),
-            "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>");
+            "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n");
   ASSERT_EQ(example.response_mask.size(), example.response.size());
-  EXPECT_EQ(learnt_text(example), "b<|im_end|>d<|im_end|>");
+  EXPECT_EQ(learnt_text(example), "b<|im_end|>\nd<|im_end|>\n");
 
   // A template that shows only the last response whole: the first is not learnt.
   const auto rewriting = Tokenizer::load(dir_.path() / "model",
@@ -756,16 +776,17 @@ TEST_F(DatasetTest, TheHeaderOfAResponseIsLearntUnlessItIsAPartOfThePrompt) {
   const PromptExample whole = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(whole.prompt_text, "<|im_start|>user\na<|im_end|>\n");
   EXPECT_EQ(learnt_text(whole),
-            "<|im_start|>assistant\nb<|im_end|><|im_start|>assistant\nc<|im_end|><|im_start|>assistant\ne<|im_end|>");
+            "<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+            "<|im_start|>assistant\ne<|im_end|>\n");
   options.add_generation_prompt = true;
   const PromptExample content = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(content.prompt_text, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n");
-  EXPECT_EQ(learnt_text(content), "b<|im_end|><|im_start|>assistant\nc<|im_end|>e<|im_end|>")
+  EXPECT_EQ(learnt_text(content), "b<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\ne<|im_end|>\n")
       << "a header behind another response is of no prompt";
   for (const PromptExample* example : {&whole, &content}) {
     EXPECT_EQ(example->prompt_text + tokenizer_->decode(example->response, false),
               "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
-              "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\ne<|im_end|>");
+              "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\ne<|im_end|>\n");
   }
 }
 
