@@ -292,14 +292,15 @@ struct ValueConfig : ModelTrainingConfig {  // of the critic; it reads the polic
 };
 
 struct DatasetConfig : RowLayout {
-  std::string dataset_name;             // a name of known_datasets(), or anything with data_path
-  std::string data_path;                // a file, a folder or a pattern
-  std::vector<std::string> mixture;     // (ours) "WEIGHT SOURCE" each, instead of the two
-  std::string split;                    // derived: the set's own, else train; of a mixture's sources each its own
-  int64_t repeat = 1;                   // times that each row counts
-  std::string env_name;                 // empty: every enabled env, weighted; else only that one
-  double split_validation_size = 0.05;  // of train, held out when validation names no data; rows when >= 1
-  int64_t seed = 42;                    // of the hold-out split
+  std::string dataset_name;                 // a name of known_datasets(), or anything with data_path
+  std::string data_path;                    // a file, a folder or a pattern
+  std::vector<std::string> mixture;         // (ours) "WEIGHT SOURCE" each, instead of the two
+  std::string split;                        // derived: the set's own, else train; of a mixture's sources each its own
+  int64_t repeat = 1;                       // times that each row counts
+  std::string env_name;                     // empty: every enabled env, weighted; else only that one
+  double split_validation_size = kDerived;  // of train, held out when validation names no data; rows when >= 1.
+                                            // derived: the known set's own, else 0
+  int64_t seed = 42;                        // of the hold-out split
 };
 
 struct DataConfig : PromptOptions {

@@ -46,7 +46,10 @@ void add_data(std::vector<Field>& table) {
   ("SFT: line feeds at the end of a conversation, as ChatML has one behind its end token, are left out");
   DATASET(train);
   KEY(data.train.split_validation_size)
-  ("held out for validation where data.validation names no data: a share, or rows when 1 or more").at_least(0);
+  ("held out for validation where data.validation names no data: a share, or rows when 1 or more; without effect where "
+   "dataset_name alone names a known data set other than OpenMathInstruct-2")
+      .from("0.05 of OpenMathInstruct-2, else 0")
+      .at_least(0);
   KEY(data.train.seed)("seed of the hold-out").at_least(0).null_default();
   DATASET(validation);
 }

@@ -132,14 +132,14 @@ TEST(RecipeText, SquadIsKnownByNameWithBothItsSplits) {
   EXPECT_EQ(v03.data.validation.split, "validation");
   EXPECT_EQ(refusal(v03), "");
   EXPECT_EQ(load_config_text(to_yaml(v03)).data.validation.split, "validation");
-  // Rows held out where v0.3's file brings its own, where the set has no such split, and in later versions.
+  // None where v0.3's file brings its own, where the set has no such split, and in later versions.
   for (const char* own :
        {"data: {dataset_name: squad, train_data_path: a.jsonl}\ncompatibility: v0.3\n",
         "data: {dataset_name: openmathinstruct2}\ncompatibility: v0.3\n", "data: {train: {dataset_name: squad}}\n"}) {
-    const Config held_out = load_config_text(own);
-    EXPECT_EQ(held_out.data.validation.dataset_name, "") << own;
-    EXPECT_EQ(held_out.data.validation.input_key, held_out.data.train.input_key) << own;
-    EXPECT_EQ(held_out.data.validation.system_key, held_out.data.train.system_key) << own;
+    const Config unnamed = load_config_text(own);
+    EXPECT_EQ(unnamed.data.validation.dataset_name, "") << own;
+    EXPECT_EQ(unnamed.data.validation.input_key, unnamed.data.train.input_key) << own;
+    EXPECT_EQ(unnamed.data.validation.system_key, unnamed.data.train.system_key) << own;
   }
   // Columns that the file names are not the set's: no system message of its own then.
   EXPECT_EQ(load_config_text("data: {train: {dataset_name: squad, input_key: q}}\n").data.train.system_key, "");
@@ -170,6 +170,35 @@ TEST(RecipeText, ASplitThatIsNotNamedIsTheSetsOwn) {
 }
 
 // Of v0.3: AIME 2024, each problem 16 times. Later versions' files say so themselves.
+TEST(RecipeText, RowsAreHeldOutWhereNemoRlHoldsOutSome) {
+  const auto held_out = [](const std::string& keys) {
+    std::vector<std::string> warnings;
+    const Config config = load_config_text("data: {train: {" + keys + "}}\n", {}, &warnings);
+    const bool asked = keys.find("split_validation_size") != std::string::npos;
+    const bool ignored = asked && config.data.train.split_validation_size == 0;
+    EXPECT_THAT(warnings, ignored ? testing::Matcher<std::vector<std::string>>(ElementsAre(HasSubstr("no rows of")))
+                                  : testing::Matcher<std::vector<std::string>>(IsEmpty()));
+    EXPECT_EQ(load_config_text(to_yaml(config)).data.train.split_validation_size,
+              config.data.train.split_validation_size);
+    return config.data.train.split_validation_size;
+  };
+  EXPECT_EQ(held_out("dataset_name: OpenMathInstruct-2"), 0.05);
+  EXPECT_EQ(held_out("dataset_name: OpenMathInstruct-2, split_validation_size: 0.1"), 0.1);
+  EXPECT_EQ(held_out("dataset_name: OpenMathInstruct-2, data_path: rows.jsonl"), 0.05);
+  for (const std::string name : {"gsm8k", "openai/gsm8k", "DAPOMath17K", "DeepScaler", "squad", "AIME2024"}) {
+    EXPECT_EQ(held_out("dataset_name: " + name), 0) << name;
+    EXPECT_EQ(held_out("dataset_name: " + name + ", split_validation_size: 0.05"), 0) << name;
+    EXPECT_EQ(held_out("dataset_name: " + name + ", data_path: rows.jsonl, split_validation_size: 7"), 7) << name;
+  }
+  EXPECT_EQ(held_out("data_path: rows.jsonl"), 0);
+  EXPECT_EQ(held_out("data_path: rows.jsonl, split_validation_size: 0.05"), 0.05);
+  EXPECT_EQ(held_out("dataset_name: org/rows, split_validation_size: 0.05"), 0.05);
+  EXPECT_EQ(held_out("mixture: [1 OpenMathInstruct-2]"), 0);
+  EXPECT_EQ(load_config_text("data: {dataset_name: openmathinstruct2}\n", {"compatibility=v0.3"})
+                .data.train.split_validation_size,
+            0.05);
+}
+
 TEST(RecipeText, DeepScalerIsValidatedOnAimeInV03) {
   const Config v03 = load_config_text("data: {dataset_name: DeepScaler}\n", {"compatibility=v0.3"});
   EXPECT_EQ(refusal(v03), "");
