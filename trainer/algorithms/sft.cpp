@@ -61,7 +61,8 @@ class SftLoop final {
     if (s.val_at_start && step_ == 0) session_.reporting.log_validation(0, {{"validation/loss", validate()}});
     TrainSummary summary;
     session_.timer.start_step();
-    while (step_ < s.max_num_steps && stream_.epoch() < s.max_num_epochs && !good_enough()) {
+    const int64_t rows = stream_.rows_of_epochs(s.max_num_epochs, config_.policy.train_global_batch_size);
+    while (step_ < s.max_num_steps && stream_.drawn() < rows && !good_enough()) {
       one_step();
       if (session_.should_stop() && step_ < s.max_num_steps && !good_enough()) {
         if (session_.checkpoint_on_stop()) save();

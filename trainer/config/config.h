@@ -513,6 +513,8 @@ bool gradients_in_fp32(const Config& config);
 // Ranks of the whole job: cluster.num_nodes * cluster.processes.
 int64_t world_size(const Config& config);
 int64_t data_parallel_size(const Config& config);
+// Prompts of one rollout, or of one round under dynamic sampling.
+int64_t prompts_per_round(const RolloutConfig& config);
 // Samples of one rollout: prompts * generations (* batch_multiplier under dynamic sampling, before filtering).
 int64_t samples_per_step(const Config& config);
 // Passes over each rollout: ppo.ppo_epochs, 1 of GRPO. Schedules move once a pass, as NeMo-RL's.

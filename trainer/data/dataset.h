@@ -131,6 +131,11 @@ class PromptStream final {
   int64_t epoch() const { return position_ == size() ? epoch_ + 1 : epoch_; }
   int64_t position() const { return position_ == size() ? 0 : position_; }
   int64_t size() const { return dataset_->size(); }
+  // Rows used or skipped since the start of the run.
+  int64_t drawn() const { return epoch_ * size() + position_; }
+  // Of a run of so many epochs and steps of `batch` rows. An epoch counts its whole batches, as in NeMo-RL, or all of
+  // its rows where they are fewer than a batch. The largest number where it is above that.
+  int64_t rows_of_epochs(int64_t epochs, int64_t batch) const;
   int64_t skipped_long() const { return skipped_long_; }  // since the start of the run, each epoch counted anew
   const Dataset& dataset() const { return *dataset_; }
 

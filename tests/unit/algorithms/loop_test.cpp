@@ -496,6 +496,29 @@ TEST(SftLoop, ValidationIsAMeanOverTokensHoweverTheyAreBatched) {
   EXPECT_NEAR(loss(9, 3), whole, 1e-6 * whole);
 }
 
+// 24 rows: one whole batch of 16 an epoch, as NeMo-RL's loader has it; and those of a batch of 32 as they come.
+TEST(SftLoop, AnEpochHasAsManyStepsAsWholeBatches) {
+  const Place place, small;
+  const auto steps = [](const Place& run, const std::string& batch, const std::string& epochs) {
+    return run
+        .sft({"checkpointing.enabled=true", "sft.max_num_steps=9", "policy.train_global_batch_size=" + batch,
+              "sft.max_num_epochs=" + epochs})
+        .steps;
+  };
+  EXPECT_EQ(steps(place, "16", "2"), 2);
+  EXPECT_EQ(steps(place, "16", "2"), 2) << "started again";
+  EXPECT_EQ(steps(place, "16", "5"), 5);
+  EXPECT_EQ(steps(small, "32", "3"), 3);
+}
+
+TEST(GrpoLoop, AnEpochHasAsManyStepsAsWholeBatches) {
+  const std::vector<std::string> batches = {"grpo.num_prompts_per_step=16", "policy.train_global_batch_size=64",
+                                            "grpo.max_num_steps=9", "grpo.max_num_epochs=2"};
+  const Place place, carried;
+  EXPECT_EQ(place.grpo(batches).steps, 2);
+  EXPECT_EQ(carried.grpo(carry_over(batches)).steps, 2);
+}
+
 Sample rewarded(int64_t group, int64_t index, double reward) {
   Sample s;
   s.group = group;

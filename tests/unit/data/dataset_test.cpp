@@ -10,6 +10,7 @@
 #include <zstd.h>
 
 #include <fstream>
+#include <limits>
 #include <map>
 #include <set>
 #include <thread>
@@ -530,6 +531,26 @@ TEST_F(DatasetTest, EachEpochHasEveryRowOnceInAnotherOrder) {
   PromptStream ordered(options, tokenizer_);
   const auto plain = indices(&ordered, 57);
   EXPECT_TRUE(std::is_sorted(plain.begin(), plain.end()));
+}
+
+TEST_F(DatasetTest, AnEpochCountsItsWholeBatches) {
+  DataOptions options = raw(write("d.jsonl", rows(23)));
+  PromptStream stream(options, tokenizer_);
+  EXPECT_EQ(stream.rows_of_epochs(1, 10), 20);
+  EXPECT_EQ(stream.rows_of_epochs(3, 10), 60) << "not 69, which are nearly seven";
+  EXPECT_EQ(stream.rows_of_epochs(3, 23), 69);
+  EXPECT_EQ(stream.rows_of_epochs(3, 24), 69) << "no whole batch";
+  EXPECT_EQ(stream.rows_of_epochs(std::numeric_limits<int64_t>::max() / 2, 10), std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(stream.drawn(), 0);
+  stream.take(30);
+  EXPECT_EQ(stream.drawn(), 30);
+  PromptStream resumed(options, tokenizer_);
+  resumed.restore(stream.state());
+  EXPECT_EQ(resumed.drawn(), 30);
+  options.max_input_seq_length = 2;  // rows 10 to 22 have three tokens
+  PromptStream with_long(options, tokenizer_);
+  with_long.take(11);
+  EXPECT_EQ(with_long.drawn(), 24) << "those that are skipped are rows of the epoch too";
 }
 
 TEST_F(DatasetTest, RestoreContinuesExactly) {
