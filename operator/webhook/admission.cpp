@@ -146,6 +146,7 @@ Findings findings_of(const Request& request, const Json& object) {
 AdmissionAnswer refuse(Json response, const std::vector<Issue>& errors) {
   std::string message = to_string(errors, {}, kShownIssues);
   if (message.size() > kMaxMessageBytes) message.resize(kMaxMessageBytes);
+  while (!is_valid_utf8(message)) message.pop_back();  // a character was cut
   response["status"] = {{"code", 422}, {"reason", "Invalid"}, {"message", std::move(message)}};
   return respond(std::move(response), false);
 }
