@@ -25,7 +25,7 @@ constexpr int64_t kPieceBytes = int64_t{32} << 20;
 constexpr Milliseconds kPatience{200};  // in which a wait does not look whether it is cancelled
 constexpr Milliseconds kHello{2000};    // from a connection to its secret
 constexpr Milliseconds kUnreachable{20000};
-constexpr Milliseconds kLongestPause{10};  // between two looks for a key: a hundred a second, of each who waits
+constexpr Milliseconds kBetweenKeys{10};  // between two looks for a key: a hundred a second, of each who waits
 
 std::string first_line_of(const std::exception& error) {
   const std::string text = error.what();
@@ -113,7 +113,7 @@ std::optional<std::string> LinkStore::poll(const std::string& key, Milliseconds 
     const std::vector<uint8_t> bytes = store->get(key);
     return std::string(bytes.begin(), bytes.end());
   };
-  for (Milliseconds pause(1);; pause = std::min(2 * pause, kLongestPause)) {
+  for (Milliseconds pause(1);; pause = std::min(2 * pause, kBetweenKeys)) {
     if (auto value = impl_->call("get", key, look)) return value;
     if (deadline.passed()) return std::nullopt;
     std::this_thread::sleep_for(std::min(pause, deadline.remaining()));
