@@ -1,4 +1,4 @@
-// Manifest files: YAML or JSON text to Json with the line of every field, bounded in size, depth and number of nodes.
+// Manifest files: YAML or JSON text to Json with the line of every field, bounded in size, depth and number of values.
 #include <yaml-cpp/eventhandler.h>
 #include <yaml-cpp/yaml.h>
 
@@ -14,7 +14,6 @@
 namespace trireme {
 namespace {
 
-constexpr size_t kMaxNodes = 100000;
 constexpr size_t kMaxKeyBytes = 1024;
 // Lines are kept for paths that a message can name; deep parts of a pod template fall back to their nearest parent.
 constexpr size_t kMaxPathBytes = 256;
@@ -71,7 +70,7 @@ Json resolve_plain(const std::string& text) {
   return text;
 }
 
-// What a copy of a value costs against kMaxNodes: its nodes, and its text by the 64 bytes.
+// What a copy of a value costs against kMaxValues: its nodes, and its text by the 64 bytes.
 size_t cost_of(const Json& value) {
   size_t cost = 1;
   if (value.is_structured()) {
@@ -157,7 +156,7 @@ class Builder final : public YAML::EventHandler {
 
   void charge(const YAML::Mark& mark, size_t cost) {
     nodes_ += cost;
-    if (nodes_ > kMaxNodes) fail(mark, "more than " + std::to_string(kMaxNodes) + " values");
+    if (nodes_ > kMaxValues) fail(mark, "more than " + std::to_string(kMaxValues) + " values");
   }
 
   void keep_anchor(const YAML::Mark& mark, YAML::anchor_t anchor, const Json& value) {
@@ -269,9 +268,13 @@ int depth_of(const Json& value, int limit) {
 
 Json parse_json_bounded(std::string_view text, std::string_view what) {
   check_text(text, what);
-  const auto callback = [&](int depth, Json::parse_event_t, Json&) {
+  size_t values = 0;
+  const auto callback = [&](int depth, Json::parse_event_t event, Json&) {
     if (depth > kMaxDepth)
       fail_user(std::string(what) + ": nested deeper than " + std::to_string(kMaxDepth) + " levels");
+    const bool ends = event == Json::parse_event_t::object_end || event == Json::parse_event_t::array_end;
+    if (!ends && ++values > kMaxValues)
+      fail_user(std::string(what) + ": more than " + std::to_string(kMaxValues) + " values");
     return true;
   };
   try {

@@ -188,7 +188,6 @@ class Reader final {
   requires std::is_class_v<T>
   void read(const Json& value, T& target, const std::string& path, Limits) { read_object(value, target, path); }
 
-  static constexpr size_t kMaxIssues = 200;
   std::vector<Issue>& issues_;
   bool strict_;
   const Json* object_ = nullptr;

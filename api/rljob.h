@@ -304,6 +304,8 @@ struct Issue {
   std::string message;  // one sentence, does not repeat the path
   int line = 0;         // in the YAML file, 1-based; 0: unknown
 };
+// What one object is told at most.
+inline constexpr size_t kMaxIssues = 200;
 // "FILE:12: spec.x: message" per line (without what is unknown), at most `limit` lines.
 std::string to_string(const std::vector<Issue>& issues, std::string_view file = {}, size_t limit = 20);
 
@@ -338,10 +340,18 @@ Manifest parse_manifest(std::string_view text, std::string_view file);
 // The same for a file that must hold exactly one RLJob.
 RLJob parse_rljob(std::string_view text, std::string_view file);
 
-// JSON text with bounds on size and depth (hostile input gives Error(kUser), never a crash).
+// JSON text with bounds on size, depth and number of values (hostile input gives Error(kUser), never a crash). The
+// bounds hold while it is parsed: what is refused was never built.
 Json parse_json_bounded(std::string_view text, std::string_view what);
 
 inline constexpr size_t kMaxManifestBytes = 3 << 20;
 inline constexpr int kMaxDepth = 64;
+// Of one document; a key counts as a value, too. A value takes up to about 100 bytes of memory beside its text, so that
+// a tree has at most some 10 MB and its text.
+inline constexpr size_t kMaxValues = 100000;
+// Of a specification, with its defaults: as JSON text, and its values and keys. A pod's body is about as large as its
+// role's template, and an attempt makes thousands of pods. Two specifications fit into kMaxValues.
+inline constexpr size_t kMaxSpecBytes = 256 << 10;
+inline constexpr size_t kMaxSpecValues = 40000;
 
 }  // namespace trireme

@@ -98,6 +98,10 @@ class Validator final {
   explicit Validator(const RLJob& job) : job_(job), spec_(job.spec) {}
 
   Validation run() {
+    if (auto issue = size_issue(spec_)) {
+      result_.errors.push_back(std::move(*issue));
+      return std::move(result_);
+    }
     LimitChecker(result_.errors).check_object(spec_, "spec");
     if (!result_.ok()) return std::move(result_);  // later sums rely on the limits
     check_metadata();
@@ -628,6 +632,14 @@ class Validator final {
 
 namespace {
 
+size_t count_values(const Json& value) {
+  size_t count = 1;
+  if (!value.is_structured()) return count;
+  if (value.is_object()) count += value.size();  // the keys
+  for (const Json& item : value) count += count_values(item);
+  return count;
+}
+
 // Of the sizes of roles, the number of generation pods may change while the job runs.
 void check_sizes(const RLJobSpec& before, const RLJobSpec& after, Validation& result) {
   const auto refuse = [&](const char* path, const char* why) { result.errors.push_back({path, why}); };
@@ -648,6 +660,20 @@ void check_sizes(const RLJobSpec& before, const RLJobSpec& after, Validation& re
 }
 
 }  // namespace
+
+std::optional<Issue> size_issue(const RLJobSpec& spec) {
+  const Json json = spec_to_json(spec);
+  const std::string remedy = "; put files and long lists into the image, a volume or a ConfigMap";
+  const size_t bytes = json.dump(-1, ' ', false, Json::error_handler_t::replace).size();
+  if (bytes > kMaxSpecBytes) {
+    return Issue{"spec", "is " + std::to_string(bytes) + " bytes long as JSON; at most " +
+                             std::to_string(kMaxSpecBytes) + " are allowed" + remedy};
+  }
+  const size_t values = count_values(json);
+  if (values <= kMaxSpecValues) return std::nullopt;
+  return Issue{"spec", "has " + std::to_string(values) + " values and keys; at most " + std::to_string(kMaxSpecValues) +
+                           " are allowed" + remedy};
+}
 
 Validation validate(const RLJob& job) { return Validator(job).run(); }
 

@@ -2,6 +2,7 @@
 // `trireme run`.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "api/rljob.h"
@@ -15,6 +16,8 @@ struct Validation {
 };
 
 Validation validate(const RLJob& job);
+// The first of validate()'s rules, alone: the specification is within kMaxSpecBytes and kMaxSpecValues.
+std::optional<Issue> size_issue(const RLJobSpec& spec);
 // Rules about a change, on top of validate(new_job): what is immutable, and what only a suspended job may change.
 Validation validate_update(const RLJob& old_job, const RLJob& new_job);
 

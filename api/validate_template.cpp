@@ -33,10 +33,18 @@ class TemplateChecker final {
     if (metadata != pod_template.end() && metadata->is_object()) check_metadata(*metadata, path + ".metadata");
     const auto spec = pod_template.find("spec");
     if (spec != pod_template.end() && spec->is_object()) check_pod_spec(*spec, path + ".spec");
+    if (untold_ > 0) errors_.push_back({path, "and " + std::to_string(untold_) + " more errors in this template"});
   }
 
  private:
-  void error(const std::string& path, const std::string& message) { errors_.push_back({path, message}); }
+  // A template has room for millions of mistakes.
+  void error(const std::string& path, const std::string& message) {
+    if (errors_.size() < kMaxIssues) {
+      errors_.push_back({path, message});
+    } else {
+      ++untold_;
+    }
+  }
 
   void check_metadata(const Json& metadata, const std::string& path) {
     for (const char* section : {"labels", "annotations"}) {
@@ -187,6 +195,7 @@ class TemplateChecker final {
   const RoleSpec& role_;
   const std::string& main_container_;
   std::vector<Issue>& errors_;
+  size_t untold_ = 0;
 };
 
 }  // namespace

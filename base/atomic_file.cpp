@@ -13,19 +13,22 @@
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/host.h"
+#include "base/text.h"
 
 namespace trireme {
 namespace {
 
+// Containers that write to one volume may have the same process numbers.
 std::string temporary_name(const std::filesystem::path& path) {
+  static const std::string& word = *new std::string(random_hex());  // for threads that outlive main()
   static std::atomic<uint64_t> counter{0};
-  return path.string() + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(counter.fetch_add(1));
+  return path.string() + ".tmp-" + word + "-" + std::to_string(::getpid()) + "-" + std::to_string(counter.fetch_add(1));
 }
 
 }  // namespace
 
 AtomicFile::AtomicFile(const std::filesystem::path& path) : path_(path), temporary_(temporary_name(path)) {
-  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (fd_ < 0) fail("create");
 }
 

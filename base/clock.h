@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 namespace trireme {
 
@@ -13,7 +14,12 @@ using Milliseconds = std::chrono::milliseconds;
 
 class Deadline final {
  public:
-  static Deadline after(Milliseconds duration) { return Deadline(SteadyClock::now() + duration); }
+  // Never, where the clock does not reach that far (292 years).
+  static Deadline after(Milliseconds duration) {
+    const auto now = SteadyClock::now();
+    const auto most = std::chrono::duration_cast<Milliseconds>(SteadyClock::time_point::max() - now);
+    return Deadline(duration < most ? now + duration : SteadyClock::time_point::max());
+  }
   explicit Deadline(SteadyClock::time_point at) : at_(at) {}
   bool passed() const { return SteadyClock::now() >= at_; }
   // Never negative.
@@ -24,6 +30,25 @@ class Deadline final {
 
  private:
   SteadyClock::time_point at_;
+};
+
+// A deadline for something that may take any time as long as it moves: the time begins anew with each new count.
+class Patience final {
+ public:
+  explicit Patience(Milliseconds time) : time_(time), limit_(Deadline::after(time)) {}
+  // Whether `count`, never negative, is another than the last one.
+  bool moved(int64_t count) {
+    if (std::exchange(count_, count) == count) return false;
+    limit_ = Deadline::after(time_);
+    return true;
+  }
+  bool passed() const { return limit_.passed(); }
+  int64_t seconds() const { return time_.count() / 1000; }
+
+ private:
+  Milliseconds time_;
+  Deadline limit_;
+  int64_t count_ = -1;
 };
 
 class Stopwatch final {

@@ -10,11 +10,13 @@
 namespace trireme {
 namespace {
 
-LogOptions g_options;  // written once by log_setup before threads start
+// Never destroyed, nor is the logger: threads that are given up at the end of the process may have something to say
+// after main().
+LogOptions& g_options = *new LogOptions;  // written once by log_setup before threads start
 
 spdlog::logger& logger() {
-  static std::shared_ptr<spdlog::logger> instance = [] {
-    auto made = std::make_shared<spdlog::logger>("trireme", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+  static spdlog::logger* const instance = [] {
+    auto* made = new spdlog::logger("trireme", std::make_shared<spdlog::sinks::stderr_sink_mt>());
     made->set_pattern("%v");
     made->set_level(spdlog::level::trace);
     made->flush_on(spdlog::level::trace);

@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,18 +25,35 @@ namespace {
 struct Pipe {
   int read = -1;
   int write = -1;
+  Pipe() = default;
+  Pipe(const Pipe&) = delete;
+  Pipe& operator=(const Pipe&) = delete;
+  ~Pipe() {
+    close_end(read);
+    close_end(write);
+  }
   void open() {
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) fail_io(std::string("cannot make a pipe: ") + std::strerror(errno));
     read = ends[0];
     write = ends[1];
   }
-  void close_both() {
-    if (read >= 0) ::close(read);
-    if (write >= 0) ::close(write);
-    read = write = -1;
+  static void close_end(int& end) {
+    if (end >= 0) ::close(std::exchange(end, -1));
   }
 };
+
+// In a child before exec: it has no part in what libraries have opened without O_CLOEXEC, connections to other ranks
+// among them. The system call itself, since the C library may be older than the kernel. Where there is none (before
+// Linux 5.11, in some sandboxes) one descriptor is asked for after the other.
+void keep_only_standard_descriptors() {
+  constexpr unsigned kFirst = 3, kCloexec = 1U << 2;  // CLOSE_RANGE_CLOEXEC
+  constexpr int kMostAskedFor = 1 << 16;
+#ifdef SYS_close_range
+  if (::syscall(SYS_close_range, kFirst, ~0U, kCloexec) == 0) return;
+#endif
+  for (int fd = kFirst; fd < kMostAskedFor; ++fd) ::fcntl(fd, F_SETFD, FD_CLOEXEC);
+}
 
 ExitStatus decode(int raw) {
   ExitStatus status;
@@ -97,6 +115,7 @@ Subprocess Subprocess::spawn(const SpawnOptions& options) {
       ::dup2(1, 2);
     else if (options.pipe_stderr)
       ::dup2(err.write, 2);
+    keep_only_standard_descriptors();
     if (options.keep_fd >= 0) ::fcntl(options.keep_fd, F_SETFD, 0);
     if (!options.working_directory.empty() && ::chdir(options.working_directory.c_str()) != 0) {
       const int code = errno;
@@ -109,22 +128,17 @@ Subprocess Subprocess::spawn(const SpawnOptions& options) {
     ::_exit(127);
   }
   if (options.own_group) ::setpgid(pid, pid);  // also here: whoever comes first
-  ::close(failure.write);
-  failure.write = -1;
-  if (in.read >= 0) ::close(in.read);
-  if (out.write >= 0) ::close(out.write);
-  if (err.write >= 0) ::close(err.write);
+  for (int* end : {&failure.write, &in.read, &out.write, &err.write}) Pipe::close_end(*end);
   int code = 0;
   ssize_t got;
   do got = ::read(failure.read, &code, sizeof code);
   while (got < 0 && errno == EINTR);
-  ::close(failure.read);
   Subprocess child;
   child.pid_ = pid;
   child.own_group_ = options.own_group;
-  child.stdin_fd_ = in.write;
-  child.stdout_fd_ = out.read;
-  child.stderr_fd_ = err.read;
+  child.stdin_fd_ = std::exchange(in.write, -1);
+  child.stdout_fd_ = std::exchange(out.read, -1);
+  child.stderr_fd_ = std::exchange(err.read, -1);
   if (got == static_cast<ssize_t>(sizeof code)) {
     fail_user("cannot run '" + options.argv[0] + "': " + std::strerror(code));
   }

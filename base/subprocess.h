@@ -27,7 +27,7 @@ struct SpawnOptions {
   bool pipe_stdout = false;                    // else inherited
   bool pipe_stderr = false;                    // else inherited
   bool merge_stderr = false;                   // stderr into the stdout pipe
-  int keep_fd = -1;                            // a descriptor (above 2) that it has too, under the same number
+  int keep_fd = -1;                            // the one descriptor above 2 that it has too, under the same number
   bool own_group = true;                       // a process group of its own, which ends when the child has ended
   bool die_with_parent = true;                 // PR_SET_PDEATHSIG, SIGKILL
 };

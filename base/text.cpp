@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <numeric>
+#include <random>
 
 namespace trireme {
 
@@ -123,35 +124,52 @@ std::optional<std::string> nearest(std::string_view word, const std::vector<std:
   return found;
 }
 
+namespace {
+
+// Of the first character of a text that is not empty; 0: it is none.
+size_t utf8_bytes(std::string_view text) {
+  const auto c = static_cast<unsigned char>(text[0]);
+  if (c < 0x80) return 1;
+  const size_t bytes = (c & 0xE0) == 0xC0 ? 2 : (c & 0xF0) == 0xE0 ? 3 : (c & 0xF8) == 0xF0 ? 4 : 0;
+  if (bytes == 0 || bytes > text.size()) return 0;
+  uint32_t point = c & (0x7Fu >> bytes);
+  for (size_t k = 1; k < bytes; ++k) {
+    const auto next = static_cast<unsigned char>(text[k]);
+    if ((next & 0xC0) != 0x80) return 0;
+    point = (point << 6) | (next & 0x3F);
+  }
+  constexpr uint32_t kSmallest[] = {0, 0, 0x80, 0x800, 0x10000};
+  const bool surrogate = point >= 0xD800 && point <= 0xDFFF;
+  return point < kSmallest[bytes] || point > 0x10FFFF || surrogate ? 0 : bytes;
+}
+
+}  // namespace
+
 bool is_valid_utf8(std::string_view text) {
-  size_t i = 0;
-  while (i < text.size()) {
-    const auto c = static_cast<unsigned char>(text[i]);
-    size_t extra = 0;
-    uint32_t point = 0;
-    if (c < 0x80) {
-      ++i;
-      continue;
-    }
-    if ((c & 0xE0) == 0xC0)
-      extra = 1, point = c & 0x1F;
-    else if ((c & 0xF0) == 0xE0)
-      extra = 2, point = c & 0x0F;
-    else if ((c & 0xF8) == 0xF0)
-      extra = 3, point = c & 0x07;
-    else
-      return false;
-    if (i + extra >= text.size()) return false;
-    for (size_t k = 1; k <= extra; ++k) {
-      const auto next = static_cast<unsigned char>(text[i + k]);
-      if ((next & 0xC0) != 0x80) return false;
-      point = (point << 6) | (next & 0x3F);
-    }
-    const uint32_t smallest[] = {0, 0x80, 0x800, 0x10000};
-    if (point < smallest[extra] || point > 0x10FFFF || (point >= 0xD800 && point <= 0xDFFF)) return false;
-    i += extra + 1;
+  while (!text.empty()) {
+    const size_t bytes = utf8_bytes(text);
+    if (bytes == 0) return false;
+    text.remove_prefix(bytes);
   }
   return true;
+}
+
+std::string one_line(std::string_view text, size_t limit) {
+  std::string line;
+  while (!text.empty()) {
+    const size_t bytes = utf8_bytes(text);
+    if (line.size() + std::max<size_t>(bytes, 1) > limit) break;
+    const auto first = static_cast<unsigned char>(text[0]);
+    if (bytes == 0) {
+      line += '?';
+    } else if (first < 0x20 || first == 0x7F) {
+      line += ' ';
+    } else {
+      line += text.substr(0, bytes);
+    }
+    text.remove_prefix(std::max<size_t>(bytes, 1));
+  }
+  return line;
 }
 
 int json_depth(std::string_view text) {
@@ -172,6 +190,13 @@ int json_depth(std::string_view text) {
     }
   }
   return deepest;
+}
+
+std::string random_hex() {
+  std::random_device device;
+  char text[17];
+  std::snprintf(text, sizeof text, "%08x%08x", device(), device());
+  return text;
 }
 
 uint64_t hash64(std::string_view bytes, uint64_t seed) {

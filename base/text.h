@@ -32,10 +32,15 @@ std::string format_bytes(uint64_t bytes);
 std::optional<std::string> nearest(std::string_view word, const std::vector<std::string>& candidates);
 
 bool is_valid_utf8(std::string_view text);
+// What a stranger sent, for a message: valid UTF-8 of at most `limit` bytes, without control characters.
+std::string one_line(std::string_view text, size_t limit);
 
 // How deep brackets and braces of a JSON text are nested, those in strings left out. The text need not be JSON: what a
 // recursive parser must not see is found before it.
 int json_depth(std::string_view text);
+
+// 64 random bits in hexadecimal digits, from the system: a name that nobody else takes.
+std::string random_hex();
 
 // FNV-1a, stable across machines; for fingerprints, not for security.
 uint64_t hash64(std::string_view bytes, uint64_t seed = 0xcbf29ce484222325ULL);

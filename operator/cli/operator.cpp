@@ -36,11 +36,18 @@ std::string make_identity(const std::string& pod_name) {
 
 kube::ClientOptions client_options(const OperatorOptions& options, kube::Metrics& metrics) {
   kube::ClientOptions out;
-  // A connection for every thread that may ask at once, and some for lease, events, certificates and discovery: nobody
-  // waits for another's answer, least of all the lease.
+  // A connection for every thread that may ask at once, and some for events, certificates and discovery: nobody waits
+  // for another's answer.
   out.max_connections = options.workers + options.write_threads + 16;
   out.qps = options.qps;
   out.burst = options.burst;
+  out.metrics = &metrics;
+  return out;
+}
+
+kube::ClientOptions elector_options(kube::Metrics& metrics) {
+  kube::ClientOptions out;
+  out.max_connections = 4;
   out.metrics = &metrics;
   return out;
 }
@@ -153,6 +160,7 @@ Operator::Operator(kube::ClientConfig config, OperatorOptions options, Tune tune
     : options_(std::move(options)),
       identity_(make_identity(options_.pod_name)),
       client_(config, client_options(options_, metrics_)),
+      elector_client_(config, elector_options(metrics_)),
       reviewer_(std::move(config), reviewer_options(metrics_)),
       events_(client_, event_options(identity_, metrics_)),
       tune_(std::move(tune)) {
@@ -169,7 +177,7 @@ Operator::Operator(kube::ClientConfig config, OperatorOptions options, Tune tune
     kube::LeaderCallbacks callbacks;
     callbacks.on_lost = [this] { lost_ = true; };
     callbacks.on_new_leader = [](const std::string& identity) { log_info("operator", "the leader is " + identity); };
-    elector_ = std::make_unique<kube::LeaderElector>(client_, std::move(lease), std::move(callbacks));
+    elector_ = std::make_unique<kube::LeaderElector>(elector_client_, std::move(lease), std::move(callbacks));
   }
 }
 

@@ -61,7 +61,8 @@ class Operator final {
   std::string identity_;
   kube::Metrics metrics_;
   kube::Client client_;
-  kube::Client reviewer_;  // TokenReviews: whoever sends tokens must not use up the other's rate and connections
+  kube::Client elector_client_;  // the lease waits for nobody's rate and connections: it would be lost under load
+  kube::Client reviewer_;        // TokenReviews: whoever sends tokens must not use up the other's rate and connections
   kube::EventRecorder events_;
   controller::ReportStore reports_;
   Tune tune_;

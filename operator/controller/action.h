@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "api/rljob.h"
@@ -16,9 +17,12 @@ struct Action {
   int wave = 0;  // actions of a wave may run together; waves in order
   kube::Resource resource;
   std::string name;
-  Json body;                    // kCreate, kApply
+  Json body;                    // kCreate, kApply; null where `make` is set
+  std::function<Json()> make;   // kCreate of a pod: its body, made by the task that creates it and gone with it
   std::string uid;              // kDelete: precondition; empty: the writer looks first whether the object is the job's
   int64_t grace_period_s = -1;  // kDelete: < 0 the object's own; 0 without waiting for the kubelet
+
+  Json content() const { return make ? make() : body; }
 };
 
 struct EventNote {

@@ -1,6 +1,7 @@
 #include "operator/controller/actions.h"
 
 #include <algorithm>
+#include <memory>
 #include <set>
 
 #include "api/runtime.h"
@@ -38,6 +39,18 @@ bool nothing_to_save(const RLJobStatus& status, int64_t attempt) {
   return failure && failure->action != kActionReplacePod && failure->attempt == attempt &&
          kGraceful.count(failure->reason) == 0 && failure->exit_code != kExitCheckpointed;
 }
+
+// What the bodies of an attempt's pods are made of, after the plan and what it looked at are gone.
+struct PodSource {
+  explicit PodSource(const AttemptContext& c)
+      : job(c.job), attempt(c.attempt), backend(c.backend), options(c.options) {}
+  AttemptContext context() const { return {job, attempt, backend, options}; }
+
+  RLJob job;
+  int64_t attempt;
+  scheduling::Backend backend;
+  ObjectOptions options;
+};
 
 constexpr int64_t kShortGraceSeconds = 30;
 constexpr int64_t kMostAttempts = 32;  // that share a group of Kueue's, when a job is deleted
@@ -82,9 +95,16 @@ std::vector<Action> create_actions(const AttemptContext& context, const std::vec
 
 std::vector<Action> pod_actions(const AttemptContext& context, const std::vector<WantedPod>& missing, int wave) {
   std::vector<Action> actions;
+  const auto source = std::make_shared<const PodSource>(context);
   for (const WantedPod& wanted : missing) {
-    actions.push_back(create(kube::resources::kPods,
-                             pod(context, wanted.role, wanted.rank, wanted.incarnation, wanted.failures), wave));
+    Action action;
+    action.wave = wave;
+    action.resource = kube::resources::kPods;
+    action.name = pod_name(source->job.metadata.name, wanted.role, wanted.rank, source->attempt, wanted.incarnation);
+    action.make = [source, wanted] {
+      return pod(source->context(), wanted.role, wanted.rank, wanted.incarnation, wanted.failures);
+    };
+    actions.push_back(std::move(action));
   }
   return actions;
 }

@@ -20,7 +20,8 @@ std::vector<Action> create_actions(const AttemptContext& context, const std::vec
 Action service_action(const AttemptContext& context, int wave);
 // The job's NetworkPolicy, when it is not as it should be; nothing when it is, or is not looked after.
 std::optional<Action> policy_action(const Observed& observed, const AttemptContext& context, int wave);
-// `missing` alone, when the rest of the attempt stands.
+// `missing` alone, when the rest of the attempt stands. Thousands of bodies would not fit into memory: each is made
+// when it is asked for (Action::make), from copies.
 std::vector<Action> pod_actions(const AttemptContext& context, const std::vector<WantedPod>& missing, int wave);
 // Of a pod of the job, by its UID.
 Action remove_pod(const ObservedPod& pod);

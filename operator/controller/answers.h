@@ -14,12 +14,15 @@
 namespace trireme::controller {
 
 struct Refusal {
+  std::string job_uid;  // a job that is made again under the name has nothing to do with it
   int64_t attempt = 0;
   std::string kind;  // of the object that was refused
   std::string message;
   bool is_final = false;  // asking again is pointless
   int in_a_row = 0;
   SteadyClock::time_point retry_at{};
+
+  bool is_of(const std::string& uid, int64_t number) const { return job_uid == uid && attempt == number; }
 };
 
 // A spec that we asked for, and the one that admission webhooks made of it; fingerprints (network_policy.h).
@@ -41,14 +44,14 @@ inline bool is_refusal(const kube::ApiError& error) {
 // A quota may come back and a webhook be mended, so it is asked again: after `least`, twice as long each time up to
 // `most`, and not before the time that the server named. Only a pod that is no valid pod (422) will never be taken;
 // whatever else our objects are refused for is not the job's fault, and a webhook that names no code denies with 400.
-inline Refusal refused(const std::optional<Refusal>& before, int64_t attempt, const std::string& kind,
-                       const kube::ApiError& error, SteadyClock::time_point now, Milliseconds least,
-                       Milliseconds most) {
-  const int again = before && before->attempt == attempt ? before->in_a_row : 0;
+inline Refusal refused(const std::optional<Refusal>& before, const std::string& job_uid, int64_t attempt,
+                       const std::string& kind, const kube::ApiError& error, SteadyClock::time_point now,
+                       Milliseconds least, Milliseconds most) {
+  const int again = before && before->is_of(job_uid, attempt) ? before->in_a_row : 0;
   const Milliseconds wait = std::min(least * (1 << std::min(again, 10)), most);
   const bool is_final = kind == kube::resources::kPods.kind && error.status() == 422;
-  return {attempt,  kind,      error.what(),
-          is_final, again + 1, now + std::max(wait, error.retry_after().value_or(Milliseconds(0)))};
+  const Milliseconds asked = error.retry_after().value_or(Milliseconds(0));
+  return {job_uid, attempt, kind, error.what(), is_final, again + 1, now + std::max(wait, asked)};
 }
 
 // How long until the next look at a job after a refusal: none after the first in a row, so that the status says why.

@@ -100,6 +100,7 @@ void Planner::clear() {
     requeue(Milliseconds(left));
     return;
   }
+  if (lacks_backend()) return;
   if (!o_.live) {
     out_.needs_live = true;
     return;
@@ -163,6 +164,7 @@ void Planner::queued() {
 }
 
 void Planner::make_gang(const std::vector<WantedPod>& missing) {
+  if (lacks_backend()) return;
   if (!o_.live) {
     out_.needs_live = true;
     return;
@@ -241,7 +243,9 @@ void Planner::starting() {
   const bool late = o_.starting_for >= limit;
   if (all_ready() && !heard() && (!reports || late)) {
     run_by(kByPods, "all pods of attempt " + attempt + " are ready");
-    if (reports) {
+    if (reports && under_other_ca()) {
+      cannot_report();
+    } else if (reports) {
       const std::string message = "no report has come within " + std::to_string(limit.count() / 1000) +
                                   " s: do the pods reach " + options_.objects.status_url +
                                   "? The job goes on; steps are not shown, and a hang would not be noticed";
@@ -306,6 +310,8 @@ void Planner::running() {
   const Milliseconds limit{limit_s * 1000};
   // The silence of all is taken for our own trouble, but not for ever: they may all hang, or there is no other left.
   const bool doubt = limit_s == 0 || std::min(silent, o_.reports_served_for) < doubt_of(limit);
+  // No hang, and no outage that ends. A connection from before the change may carry reports for a while.
+  if (under_other_ca() && (o_.reports_out || (limit_s > 0 && silent >= limit))) return cannot_report();
   if (o_.reports_out && doubt) {
     unknown("Progressing", "ReportsLost",
             "no job's reports reach this operator: that is its own trouble, and hang limits begin anew afterwards" +
@@ -326,6 +332,23 @@ void Planner::running() {
                                           o_.reports_quiet_for + ReportStore::kLeastGap >= silent);
   if (unheard && doubt) return requeue(Milliseconds(1000));
   overdue(hang(age, step_phase, unheard));
+}
+
+bool Planner::under_other_ca() const {
+  const auto reporter = std::find_if(current_.begin(), current_.end(),
+                                     [](const ObservedPod* pod) { return pod->role == "actor" && pod->rank == 0; });
+  if (reporter == current_.end() || (*reporter)->status_ca.empty()) return false;
+  return (*reporter)->status_ca != status_ca_mark(options_.objects);
+}
+
+void Planner::cannot_report() {
+  const std::string message = "the operator's CA has changed since attempt " + std::to_string(job_.status.attempt) +
+                              " was made, so its trainers cannot report. The job goes on; steps are not shown, and a "
+                              "hang would not be noticed. For an attempt with the new CA, suspend and resume the job, "
+                              "or delete one of its actor pods";
+  note_once("Progressing", "CaChanged", message);
+  unknown("Progressing", "CaChanged", message);
+  requeue(Milliseconds(60000));
 }
 
 Failure Planner::hang(Milliseconds age, const std::string& step_phase, bool unheard) const {

@@ -3,10 +3,19 @@
 #include <algorithm>
 
 namespace trireme::controller {
+namespace {
+
+constexpr std::chrono::hours kGoneFor{24};  // a node that is gone is remembered
+
+}  // namespace
 
 std::set<std::string> BadNodes::heard(const std::string& node, NodeState state, size_t nodes,
                                       SteadyClock::time_point now) {
   std::lock_guard lock(mutex_);
+  // An autoscaler gives each node another name. A pod that is still on one of them is on a node that is not known.
+  std::erase_if(bad_, [&](const auto& known) {
+    return known.first != node && known.second.state == NodeState::kGone && now - known.second.since >= kGoneFor;
+  });
   const auto before = bad_.find(node);
   const bool same = before == bad_.end() ? state == NodeState::kReady : before->second.state == state;
   if (state == NodeState::kReady) {

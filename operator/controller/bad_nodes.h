@@ -18,7 +18,7 @@ class BadNodes final {
   // unless nothing is new, and every bad one when a time of doubt begins or ends.
   std::set<std::string> heard(const std::string& node, NodeState state, size_t nodes, SteadyClock::time_point now);
   // Since when the node has been bad; after a time of doubt every node gets the whole grace again. Nothing: it is not
-  // bad, as far as we heard.
+  // bad, as far as we heard, or has been gone for a day.
   std::optional<SteadyClock::time_point> since(const std::string& node) const;
   bool in_doubt() const;
 

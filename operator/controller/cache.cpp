@@ -3,6 +3,7 @@
 #include <zlib.h>
 
 #include <algorithm>
+#include <set>
 
 #include "api/runtime.h"
 #include "base/error.h"
@@ -60,12 +61,36 @@ std::string disruption_reason(const std::string& reason) {
   return reason;
 }
 
+// What a kubelet says when it does not admit a pod (pkg/kubelet: lifecycle, topologymanager, cpumanager, sysctl,
+// volumemanager). OutOf is followed by the resource.
+bool refused_by_kubelet(const std::string& reason) {
+  static const std::set<std::string> kReasons = {"AppArmor",
+                                                 "InitContainerRestartPolicyForbidden",
+                                                 "InvalidNodeInfo",
+                                                 "NodeAffinity",
+                                                 "NodeName",
+                                                 "NodePorts",
+                                                 "PodFeatureUnsupported",
+                                                 "PodLevelResourcesNotSupported",
+                                                 "PodOSNotSupported",
+                                                 "PodOSSelectorNodeLabelDoesNotMatch",
+                                                 "SMTAlignmentError",
+                                                 "SupplementalGroupsPolicyNotSupported",
+                                                 "SysctlForbidden",
+                                                 "TaintToleration",
+                                                 "TopologyAffinityError",
+                                                 "UnexpectedAdmissionError",
+                                                 "UnexpectedPredicateFailureType",
+                                                 "UnknownReason",
+                                                 "VolumeAttachmentLimitExceeded",
+                                                 "inconsistentCPUAllocationError"};
+  return kReasons.count(reason) > 0 || starts_with(reason, "OutOf");
+}
+
 std::string pod_reason(const std::string& reason) {
   if (reason == "Preempting" || reason == "Preempted") return "Preempted";
   if (reason == "Shutdown" || reason == "NodeShutdown" || reason == "Terminated") return "NodeShutdown";
-  if (reason == "UnexpectedAdmissionError" || reason == "NodeAffinity" || starts_with(reason, "OutOf"))
-    return "AdmissionRejected";
-  return reason;
+  return refused_by_kubelet(reason) ? "AdmissionRejected" : reason;
 }
 
 // The container whose end explains the pod's: the main one if it failed, else the first that failed.
@@ -329,6 +354,7 @@ CachedPod read_pod(const Json& object) {
   pod.job = text(labels, kLabelJob);
   pod.role = text(labels, kLabelRole);
   pod.job_uid = hash64(text(labels, kLabelJobUid));
+  pod.status_ca = text(labels, kLabelStatusCa);
   pod.rank = static_cast<int32_t>(label_number(metadata, kLabelRank, -1));
   pod.attempt = static_cast<int32_t>(label_number(metadata, kLabelAttempt, 0));
   pod.incarnation = static_cast<int32_t>(label_number(metadata, kLabelIncarnation, 0));
@@ -406,6 +432,7 @@ ObservedPod observe(const std::string& name, const CachedPod& cached) {
   pod.gated = cached.gated;
   pod.deleting = cached.deleting;
   pod.node = cached.node;
+  pod.status_ca = cached.status_ca;
   if (cached.main_exit) pod.main_exit = *cached.main_exit;
   if (cached.trouble) {
     pod.reason = cached.trouble->reason;

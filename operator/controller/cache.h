@@ -56,6 +56,7 @@ struct CachedPod {
   std::string job;
   std::string role;
   std::string node;
+  std::string status_ca;  // ObservedPod::status_ca
   int32_t rank = -1;
   int32_t attempt = 0;
   int32_t incarnation = 0;

@@ -24,7 +24,7 @@ void observe_policy(const Facts& facts, Observed& observed) {
 
 void observe_refusal(const Facts& facts, Observed& observed) {
   const std::optional<Refusal>& refusal = facts.answers.refusal;
-  if (!refusal || refusal->attempt != observed.job.status.attempt) return;
+  if (!refusal || !refusal->is_of(observed.job.metadata.uid, observed.job.status.attempt)) return;
   observed.rejection = refusal->message;
   observed.rejection_kind = refusal->kind;
   observed.rejection_final = refusal->is_final;
@@ -32,34 +32,40 @@ void observe_refusal(const Facts& facts, Observed& observed) {
       std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(refusal->retry_at - facts.now));
 }
 
-void observe_nodes(const Facts& facts, Observed& observed, Sightings& sightings, Milliseconds unknown_node) {
+void observe_nodes(const Facts& facts, Observed& observed, Sightings& sightings) {
   if (!facts.nodes_known) return;
-  const auto since = [&](SteadyClock::time_point at) {
-    return std::chrono::duration_cast<Milliseconds>(facts.now - at);
-  };
   std::map<std::string, SteadyClock::time_point> unknown;
   for (ObservedPod& pod : observed.pods) {
     if (pod.node.empty() || pod.ended()) continue;
     const auto found = facts.nodes.find(pod.node);
     const NodeFact node = found == facts.nodes.end() ? NodeFact{} : found->second;
-    pod.node_state = node.cached.value_or(NodeState::kGone);
+    pod.node_state = node.cached.value_or(node.gone ? NodeState::kGone : NodeState::kUnknown);
     if (pod.node_state == NodeState::kReady) continue;
     observed.nodes_in_doubt = facts.nodes_in_doubt;
-    if (node.bad_since) pod.node_bad_for = since(*node.bad_since);
-    // The pod may be known before its node is: that is news on its way, not a loss.
-    if (!node.cached && !node.bad_since) {
-      const auto before = sightings.unknown_nodes.find(pod.node);
-      const auto at = before == sightings.unknown_nodes.end() ? facts.now : before->second;
-      unknown.emplace(pod.node, at);
-      if (since(at) < unknown_node) pod.node_state = NodeState::kUnknown;
-    }
+    if (node.bad_since) pod.node_bad_for = std::chrono::duration_cast<Milliseconds>(facts.now - *node.bad_since);
+    if (node.cached) continue;
+    pod.node_unclear = !node.gone;
+    const auto before = sightings.unknown_nodes.find(pod.node);
+    unknown.emplace(pod.node, before == sightings.unknown_nodes.end() ? facts.now : before->second);
   }
   sightings.unknown_nodes = std::move(unknown);
 }
 
 }  // namespace
 
-Observed observe(Facts facts, Sightings& sightings, Milliseconds unknown_node) {
+std::vector<std::string> nodes_to_ask(const Facts& facts, const Sightings& sightings, SteadyClock::time_point now,
+                                      Milliseconds unknown_node) {
+  std::vector<std::string> names;
+  for (const auto& [name, node] : facts.nodes) {
+    if (node.cached) continue;
+    const auto seen = sightings.unknown_nodes.find(name);
+    const bool overdue = seen != sightings.unknown_nodes.end() && now - seen->second >= unknown_node;
+    if (node.bad_since || overdue) names.push_back(name);
+  }
+  return names;
+}
+
+Observed observe(Facts facts, Sightings& sightings) {
   Observed observed;
   observed.job = std::move(facts.snapshot.job);
   observed.issues = std::move(facts.snapshot.issues);
@@ -76,7 +82,7 @@ Observed observe(Facts facts, Sightings& sightings, Milliseconds unknown_node) {
   observe_services(facts, observed);
   observe_policy(facts, observed);
   observe_refusal(facts, observed);
-  observe_nodes(facts, observed, sightings, unknown_node);
+  observe_nodes(facts, observed, sightings);
   sightings.ages.fill(observed, std::chrono::duration_cast<Milliseconds>(facts.now.time_since_epoch()).count());
   return observed;
 }

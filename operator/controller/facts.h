@@ -30,6 +30,7 @@ struct Snapshot {
 struct NodeFact {
   std::optional<NodeState> cached;                   // nothing: the cache does not hold it
   std::optional<SteadyClock::time_point> bad_since;  // nothing: it was not heard of as bad
+  bool gone = false;                                 // the API server itself said that there is none of the name
 };
 
 struct Facts {
@@ -56,8 +57,14 @@ struct Sightings {
   std::map<std::string, SteadyClock::time_point> unknown_nodes;
 };
 
-// `unknown_node`: for so long a pod's node that nobody heard of is news on its way, and no loss.
-Observed observe(Facts facts, Sightings& sightings, Milliseconds unknown_node);
+// Nodes to ask the API server itself about: the cache does not hold them, and they were heard to go or have been
+// unknown for `unknown_node`. Before that a pod's node that nobody heard of is news on its way.
+std::vector<std::string> nodes_to_ask(const Facts& facts, const Sightings& sightings, SteadyClock::time_point now,
+                                      Milliseconds unknown_node);
+
+// The watch of nodes may be behind: only one that the API server does not have (NodeFact::gone) or that is tainted
+// out-of-service is kGone.
+Observed observe(Facts facts, Sightings& sightings);
 
 // Within such a silence of everybody a job cannot be told from one that hangs; at most half of its shortest limit.
 Milliseconds silence_window(const Health& health, Milliseconds least);

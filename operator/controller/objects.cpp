@@ -76,6 +76,14 @@ void add_mount(Json& container, const char* volume, const char* path, bool read_
   mounts.push_back(std::move(mount));
 }
 
+std::string hex_hash(const std::string& bytes) {
+  const uint64_t hash = hash64(bytes);
+  static const char* digits = "0123456789abcdef";
+  std::string out(16, '0');
+  for (int i = 0; i < 16; ++i) out[15 - i] = digits[(hash >> (4 * i)) & 15];
+  return out;
+}
+
 std::string status_ca(const ObjectOptions& options) {
   return options.status_url.empty() || !options.status_ca ? std::string() : options.status_ca();
 }
@@ -363,6 +371,8 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank, int64_t
   labels[kLabelRank] = std::to_string(rank);
   if (incarnation > 0) labels[kLabelIncarnation] = std::to_string(incarnation);
   if (failures > 0) labels[kLabelFailures] = std::to_string(failures);
+  if (const std::string mark = status_ca_mark(c.options); role == "actor" && !mark.empty())
+    labels[kLabelStatusCa] = mark;
   labels["app.kubernetes.io/component"] = role;
   Json& meta = out["metadata"] = metadata(c, pod_name(job.metadata.name, role, rank, c.attempt, incarnation), {});
   meta["labels"] = source_meta.contains("labels") && source_meta["labels"].is_object() ? source_meta["labels"] : empty;
@@ -428,13 +438,13 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank, int64_t
   return out;
 }
 
+std::string status_ca_mark(const ObjectOptions& options) {
+  const std::string ca = status_ca(options);
+  return ca.empty() ? ca : hex_hash(ca);
+}
+
 std::string config_hash(const RLJobSpec& spec) {
-  Json config = spec_to_json(spec).value("config", Json::object());
-  const uint64_t hash = hash64(config.dump());
-  static const char* digits = "0123456789abcdef";
-  std::string out(16, '0');
-  for (int i = 0; i < 16; ++i) out[15 - i] = digits[(hash >> (4 * i)) & 15];
-  return out;
+  return hex_hash(spec_to_json(spec).value("config", Json::object()).dump());
 }
 
 }  // namespace trireme::controller

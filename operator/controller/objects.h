@@ -47,6 +47,9 @@ Json reward_service(const AttemptContext& context);
 Json pod(const AttemptContext& context, const std::string& role, int64_t rank, int64_t incarnation = 0,
          int64_t failures = 0);
 
+// What today's CA of the status server is told from others by, short enough for a label; "": there is none.
+std::string status_ca_mark(const ObjectOptions& options);
+
 // Fingerprint of what the trainer is configured with, for status.configHash.
 std::string config_hash(const RLJobSpec& spec);
 

@@ -20,6 +20,7 @@ inline constexpr const char* kLabelRank = "trireme.dev/rank";
 inline constexpr const char* kLabelAttempt = "trireme.dev/attempt";
 inline constexpr const char* kLabelIncarnation = "trireme.dev/incarnation";  // of a pod that was made again
 inline constexpr const char* kLabelFailures = "trireme.dev/failures";        // see ObservedPod::failures_before
+inline constexpr const char* kLabelStatusCa = "trireme.dev/status-ca";       // see status_ca_mark
 inline constexpr const char* kLabelGang = "trireme.dev/gang";  // of an attempt's Service, see ObservedService
 
 namespace phase {
@@ -53,6 +54,7 @@ struct ObservedPod {
   bool gated = false;  // a scheduling gate (Kueue's admission) holds it
   bool deleting = false;
   std::string node;
+  std::string status_ca;  // status_ca_mark of the CA that it checks the status server with; empty: none, or not known
   // Why it failed or goes: OOMKilled, Error, Evicted, Preempted, NodeLost, NodeShutdown, AdmissionRejected, ...
   std::string reason;
   std::string message;  // the scheduler's while unscheduled, the kubelet's while it waits, or why it failed
@@ -66,6 +68,7 @@ struct ObservedPod {
   int64_t finished_ms = 0;  // by the node's clock; only to order failures
   int64_t lived_ms = 0;     // of the container that failed
   NodeState node_state = NodeState::kUnknown;
+  bool node_unclear = false;  // the cache does not hold its node, nor has the API server said that it is gone
   Milliseconds node_bad_for{0};
   Milliseconds on_bad_node_for{0};  // since it was first seen on its node while that is NotReady
   Milliseconds ended_for{0};        // the main container at least

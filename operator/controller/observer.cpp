@@ -16,6 +16,9 @@ using kube::ApiError;
 using kube::ObjectKey;
 
 constexpr Milliseconds kLongestEcho{60000};  // of ObserverOptions::create_echo, doubled while the watch is late
+constexpr int kMostClaims = 16;              // that are read for an attempt
+constexpr Milliseconds kClaimReads{3000};    // for them all together
+constexpr Milliseconds kNodeReads{5000};     // for the nodes of a job that are asked about, all together
 
 // Is resource version `a` newer than `b`? They are numbers in every API server so far; if not, the watch's word counts.
 bool newer(const std::string& a, const std::string& b) {
@@ -154,26 +157,32 @@ Observed Observer::observe(const ObjectKey& key, Snapshot snapshot, const Answer
   facts.path = reports_.path(silence_window(job.spec.health, options_.least_silence), expected, own);
   facts.snapshot = std::move(snapshot);
   read_nodes(facts);
+  ask_for_nodes(facts, memory.sightings, deadline);
   facts.now = SteadyClock::now();  // last: nothing that was read is younger
-  return controller::observe(std::move(facts), memory.sightings, options_.unknown_node);
+  return controller::observe(std::move(facts), memory.sightings);
 }
 
-// Once an attempt, while it is being placed: a claim that several pods cannot share is told to the user.
+// Once an attempt, while it is being placed: a claim that several pods cannot share is told to the user. Nothing else
+// depends on it, so a worker does not wait long: the first claim that cannot be read ends it.
 void Observer::read_claims(const ObjectKey& key, const RLJob& job, Memory& memory, const Deadline& deadline) const {
   if (job.status.phase != phase::kQueued || memory.claims_attempt == job.status.attempt) return;
   memory.claims_attempt = job.status.attempt;
   memory.claims.clear();
+  const Deadline soon(std::min(deadline.at(), SteadyClock::now() + kClaimReads));
+  int reads = 0;
   for (const ClaimUse& use : claim_uses(job.spec)) {
     if (use.pods < 2) continue;
+    if (++reads > kMostClaims) return;
     try {
-      const auto claim = client_.find(kube::resources::kPersistentVolumeClaims, {key.ns, use.claim}, deadline);
+      const auto claim = client_.find(kube::resources::kPersistentVolumeClaims, {key.ns, use.claim}, soon);
       if (!claim) continue;
       std::vector<std::string>& modes = memory.claims[use.claim];
       for (const Json& mode : claim->value("spec", Json::object()).value("accessModes", Json::array())) {
         if (mode.is_string()) modes.push_back(mode.get<std::string>());
       }
     } catch (const ApiError& e) {
-      log_debug("controller", key.str() + ": claim " + use.claim + " was not checked: " + e.what());
+      log_debug("controller", key.str() + ": claim " + use.claim + " and those after it were not checked: " + e.what());
+      return;
     }
   }
 }
@@ -190,6 +199,37 @@ void Observer::read_nodes(Facts& facts) const {
     if (fact.cached == NodeState::kReady) continue;
     fact.bad_since = watches_.bad_nodes().since(pod.node);
   }
+}
+
+// The watch may lag or be without rights while an autoscaler brings nodes: that a node is gone is the API server's word
+// alone, for a second gang would start beside pods that live.
+void Observer::ask_for_nodes(Facts& facts, const Sightings& sightings, const Deadline& deadline) {
+  const auto now = SteadyClock::now();
+  const Deadline soon(std::min(deadline.at(), now + kNodeReads));
+  std::vector<std::function<void()>> reads;
+  for (const std::string& name : nodes_to_ask(facts, sightings, now, options_.unknown_node)) {
+    bool& gone = facts.nodes.at(name).gone;
+    reads.push_back([this, name, soon, &gone] { gone = is_gone(name, soon); });
+  }
+  pool_.run(std::move(reads));
+}
+
+bool Observer::is_gone(const std::string& node, const Deadline& deadline) {
+  {
+    std::lock_guard lock(nodes_mutex_);
+    const auto now = SteadyClock::now();
+    std::erase_if(node_answers_, [&](const auto& known) { return now - known.second.at >= options_.node_answer; });
+    if (const auto known = node_answers_.find(node); known != node_answers_.end()) return known->second.gone;
+  }
+  bool gone = false;
+  try {
+    gone = !client_.find(kube::resources::kNodes, {"", node}, deadline);
+  } catch (const ApiError& e) {
+    log_debug("controller", "node " + node + " is not known, and was not read: " + e.what());
+  }
+  std::lock_guard lock(nodes_mutex_);
+  node_answers_[node] = {SteadyClock::now(), gone};
+  return gone;
 }
 
 // A new leader has heard nobody yet; then all that run should have spoken. Counted seldom: there may be thousands.

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -25,6 +26,7 @@ struct ObserverOptions {
   int64_t pods_a_get = 150;          // a list by label walks so many pods in the time of a GET by name
   Milliseconds create_echo{5000};    // the watch tells of our creates by then; if not, we look ourselves
   Milliseconds unknown_node{10000};  // a pod's node that the cache does not hold: for so long it is news on its way
+  Milliseconds node_answer{2000};    // so long what the API server said of such a node holds
   Milliseconds least_silence = ReportStore::kLeastGap;  // of all jobs together, before it counts as our own outage
   std::function<OwnPath()> own_path;                    // what is found where trainers report; empty: not known
   std::function<int64_t()> now_ms;                      // wall clock; empty: the system's
@@ -70,6 +72,8 @@ class Observer final {
                                     const std::vector<std::string>& names, const Deadline& deadline) const;
   void read_claims(const kube::ObjectKey& key, const RLJob& job, Memory& memory, const Deadline& deadline) const;
   void read_nodes(Facts& facts) const;
+  void ask_for_nodes(Facts& facts, const Sightings& sightings, const Deadline& deadline);
+  bool is_gone(const std::string& node, const Deadline& deadline);
   size_t running_jobs();
 
   const kube::Client& client_;
@@ -78,7 +82,13 @@ class Observer final {
   ReportStore& reports_;
   Pool& pool_;
   PerJob<Memory> memory_;
-  std::atomic<int64_t> running_jobs_{0};  // as counted at counted_ns_
+  struct NodeAnswer {
+    SteadyClock::time_point at;
+    bool gone = false;
+  };
+  std::mutex nodes_mutex_;
+  std::map<std::string, NodeAnswer> node_answers_;  // of all jobs: a node that is lost concerns each pod it had
+  std::atomic<int64_t> running_jobs_{0};            // as counted at counted_ns_
   std::atomic<int64_t> counted_ns_{0};
 };
 

@@ -9,6 +9,11 @@
 #include "operator/kube/events.h"
 
 namespace trireme::controller {
+namespace {
+
+constexpr const char* kBackendMissing = "BackendMissing";  // of condition Accepted
+
+}  // namespace
 
 // Milliseconds since a time of ours; 0 when it is unknown or in the future (the clock jumped back).
 int64_t Planner::since(const std::string& rfc3339) const {
@@ -62,6 +67,11 @@ bool Planner::accept() {
   std::vector<Issue> issues = o_.issues;
   // What an older operator refused may be possible by now.
   if (issues.empty() && (!seen || invalid)) issues = validate(job_).errors;
+  // One that was accepted before there was a bound: none of its objects is made any more.
+  const bool makes_attempt = in(phase::kPending) || in(phase::kQueued) || in(phase::kRestarting);
+  if (issues.empty() && makes_attempt) {
+    if (auto issue = size_issue(job_.spec)) issues.push_back(std::move(*issue));
+  }
   if (!issues.empty()) {
     refuse("Invalid", to_string(issues, {}, 5));
     return false;
@@ -69,14 +79,19 @@ bool Planner::accept() {
   try {
     backend_ = backend();
   } catch (const Error& e) {
-    if (!begun) {
-      refuse("BackendMissing", e.what());
-      requeue(Milliseconds(60000));
-      return false;
-    }
+    no_backend_ = e.what();
   }
+  if (!begun && lacks_backend()) return false;
   next_.observed_generation = job_.metadata.generation;
-  if (begun && refused) condition("Accepted", true, "Accepted");
+  const bool still = no_backend_ && refused && accepted->reason == kBackendMissing;
+  if (begun && refused && !still) condition("Accepted", true, "Accepted");
+  return true;
+}
+
+bool Planner::lacks_backend() {
+  if (!no_backend_) return false;
+  refuse(kBackendMissing, *no_backend_);
+  requeue(Milliseconds(60000));
   return true;
 }
 
@@ -182,7 +197,11 @@ void Planner::cleanup_attempts(bool also_current) {
       o_, backend_, [&](int64_t attempt) { return attempt < current || (also_current && attempt == current); },
       [&](const ObservedPod& pod) { return keep(pod); });
   old_alive_ = result.alive;
-  for (Action& action : result.actions) out_.actions.push_back(std::move(action));
+  for (Action& action : result.actions) {
+    // How an attempt's gang is removed is not known then. Its Service stays, so that it is not forgotten.
+    if (no_backend_ && action.resource.plural != kube::resources::kPods.plural) continue;
+    out_.actions.push_back(std::move(action));
+  }
   if (result.alive) requeue(Milliseconds(5000));  // a node may be declared lost meanwhile
   describe_stuck(result.stuck);
 }

@@ -28,6 +28,9 @@ class Planner final {
   // plan.cpp
   bool accept();
   scheduling::Backend backend() const;
+  // Asked before pods are made. True: the job's back-end is missing, they would come without queue or gang, and the
+  // plan says so.
+  bool lacks_backend();
   void refuse(const std::string& reason, const std::string& message);
   void begin();
   void suspend();
@@ -59,6 +62,9 @@ class Planner final {
   void overdue(const Failure& failure);
   Failure hang(Milliseconds age, const std::string& step_phase, bool unheard) const;
   std::vector<WantedPod> missing_pods() const;
+  // The pod that reports checks the status server with another CA than the operator has today.
+  bool under_other_ca() const;
+  void cannot_report();
   bool heard() const { return o_.report && o_.report->attempt == job_.status.attempt; }
   bool all_ready() const;
 
@@ -123,6 +129,7 @@ class Planner final {
   RLJobStatus next_;
   Plan out_;
   scheduling::Backend backend_;
+  std::optional<std::string> no_backend_;  // why there is none; backend_ is kNone then
   Slots slots_;
   std::vector<const ObservedPod*> current_;  // the pods that count: slots_.newest
   std::vector<Lost> lost_;

@@ -118,13 +118,14 @@ kube::Result Reconciler::reconcile(const ObjectKey& key, const Deadline& deadlin
 }
 
 kube::Result Reconciler::gone(const ObjectKey& key, const Deadline& deadline) {
+  // First: a failed delete must not leave it to a job that is made under the name before the next try.
+  reports_.forget(key);
+  observer_.forget(key);
+  writer_.forget(key);
   if (const auto kueue = kueue_of(plan_options()->discovery)) {
     for (const Action& action : orphan_actions(*kueue, key.name, watches_.last_attempt_going(key)))
       writer_.remove(key, "", action, deadline);
   }
-  reports_.forget(key);
-  observer_.forget(key);
-  writer_.forget(key);
   return {};
 }
 

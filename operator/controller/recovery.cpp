@@ -39,6 +39,7 @@ std::vector<Failure> Planner::failures() {
       const Milliseconds bad_for = std::min(pod->node_bad_for, pod->on_bad_node_for);
       requeue(held || bad_for >= grace ? Milliseconds(10000) : grace - bad_for);
     }
+    if (pod->alive() && pod->node_unclear) requeue(Milliseconds(10000));  // it is asked about again
     // A pod of a gang that is not complete yet may be taken away: it is made again. So is one of a service, of which
     // Kueue takes a second only when the first has ended.
     const bool good_node = pod->node_state == NodeState::kReady || pod->node_state == NodeState::kUnknown;

@@ -146,7 +146,7 @@ void Planner::mend_services() {
   if (out_.needs_live || old_alive_) return;
   bool avoids = false;
   std::vector<WantedPod> due = due_pods(avoids);
-  if (due.empty()) return;
+  if (due.empty() || lacks_backend()) return;
   if (o_.rejection) {
     describe_refusal("PodsReady", due.size());
     if (o_.rejection_wait > Milliseconds(0)) return requeue(o_.rejection_wait);

@@ -1,6 +1,8 @@
 #include "operator/controller/writer.h"
 
 #include <algorithm>
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "base/log.h"
@@ -148,28 +150,61 @@ bool Writer::carry_out(const ObjectKey& key, const RLJob& job, std::vector<Actio
     return true;
   } catch (const Refused& e) {
     if (!pods) throw ApiError(e.error);
-    refusal = refused(refusal, job.status.attempt, e.kind, e.error, SteadyClock::now(), options_.refusal_min,
-                      options_.refusal_max);
+    refusal = refused(refusal, job.metadata.uid, job.status.attempt, e.kind, e.error, SteadyClock::now(),
+                      options_.refusal_min, options_.refusal_max);
     if (refusal->in_a_row == 1) log_warn("controller", key.str() + ": " + e.error.what());
     return false;
   }
 }
 
+// What the tasks of a wave tell each other. Pods of a role are as good as equal: the API server would refuse the others
+// of a gang, too, and a server that asks for less (429) is sent no more at all.
+class Writer::Wave final {
+ public:
+  bool may_ask(const Action& action) {
+    if (action.kind != Action::Kind::kCreate) return true;
+    std::lock_guard lock(mutex_);
+    return !busy_ && refused_.count(like(action)) == 0;
+  }
+  void refused(const std::string& like) {
+    std::lock_guard lock(mutex_);
+    refused_.insert(like);
+  }
+  void server_is_busy() {
+    std::lock_guard lock(mutex_);
+    busy_ = true;
+  }
+  static std::string like(const Action& action) {
+    if (!action.body.is_object()) return {};
+    const Json labels = action.body.value("metadata", Json::object()).value("labels", Json::object());
+    return action.resource.plural + "/" + labels.value(kLabelRole, std::string());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::string> refused_;
+  bool busy_ = false;
+};
+
 void Writer::run_waves(const ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline) {
   std::stable_sort(actions.begin(), actions.end(), [](const Action& a, const Action& b) { return a.wave < b.wave; });
   for (size_t begin = 0; begin < actions.size();) {
     size_t end = begin;
-    std::vector<std::function<void()>> wave;
+    Wave wave;
+    std::vector<std::function<void()>> tasks;
     while (end < actions.size() && actions[end].wave == actions[begin].wave) {
       Action& action = actions[end++];
-      wave.push_back([&, this] { carry_out_one(key, job, action, deadline); });
+      tasks.push_back([&, this] { carry_out_one(key, job, action, wave, deadline); });
     }
-    pool_.run(std::move(wave));
+    pool_.run(std::move(tasks));
     begin = end;
   }
 }
 
-void Writer::carry_out_one(const ObjectKey& key, const RLJob& job, Action& action, const Deadline& deadline) {
+void Writer::carry_out_one(const ObjectKey& key, const RLJob& job, Action& action, Wave& wave,
+                           const Deadline& deadline) {
+  if (!wave.may_ask(action)) return;            // whose failure that was throws it
+  const std::string like = Wave::like(action);  // create() takes the body
   try {
     if (action.kind == Action::Kind::kDelete) {
       remove(key, job.metadata.uid, action, deadline);
@@ -177,8 +212,10 @@ void Writer::carry_out_one(const ObjectKey& key, const RLJob& job, Action& actio
       create(key, job, action, deadline);
     }
   } catch (const ApiError& e) {
-    if (is_refusal(e)) throw Refused{action.resource.kind, e};
-    throw;
+    if (e.status() == 429) wave.server_is_busy();
+    if (!is_refusal(e)) throw;
+    wave.refused(like);
+    throw Refused{action.resource.kind, e};
   }
 }
 
@@ -189,7 +226,7 @@ void Writer::create(const ObjectKey& key, const RLJob& job, Action& action, cons
     if (apply) {
       compare(key, job, action, client_.create(action.resource, action.body, deadline));
     } else {
-      client_.post(action.resource, std::move(action.body), deadline);
+      client_.post(action.resource, action.make ? action.make() : std::move(action.body), deadline);
     }
     return;
   } catch (const ApiError& e) {

@@ -71,8 +71,11 @@ class Writer final {
   RLJob write_status(const kube::ObjectKey& key, const RLJob& job, const RLJobStatus& status,
                      const Deadline& deadline) const;
   void run_waves(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
-  // Throws Refused (writer.cpp) where the API server does not take the object.
-  void carry_out_one(const kube::ObjectKey& key, const RLJob& job, Action& action, const Deadline& deadline);
+  class Wave;  // writer.cpp
+  // Throws Refused (writer.cpp) where the API server does not take the object. What the wave has been refused already
+  // is not asked for.
+  void carry_out_one(const kube::ObjectKey& key, const RLJob& job, Action& action, Wave& wave,
+                     const Deadline& deadline);
   void create(const kube::ObjectKey& key, const RLJob& job, Action& action,
               const Deadline& deadline);  // takes the body
   void make_so(const kube::ObjectKey& key, const RLJob& job, const Action& action, const Json& existing,

@@ -2,7 +2,16 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/text.h"
+
 namespace trireme::kube {
+namespace {
+
+constexpr size_t kMostReasonBytes = 100;
+constexpr size_t kMostMessageBytes = 1024;
+constexpr size_t kMostBodyBytes = 200;  // of an answer that is no Status: a proxy's page, say
+
+}  // namespace
 
 const char* to_string(ApiErrorKind kind) {
   switch (kind) {
@@ -46,7 +55,9 @@ ApiError ApiError::from_response(std::string_view what, int status, std::string_
       }
     }
   }
-  if (detail.empty()) detail = std::string(body.substr(0, 200));
+  // They go into log lines, events and statuses, which must be JSON.
+  reason = one_line(reason, kMostReasonBytes);
+  detail = detail.empty() ? one_line(body, kMostBodyBytes) : one_line(detail, kMostMessageBytes);
   ApiErrorKind kind = ApiErrorKind::kInvalid;
   if (status == 404) {
     kind = ApiErrorKind::kNotFound;

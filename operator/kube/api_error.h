@@ -44,7 +44,8 @@ class ApiError final : public std::runtime_error {
   // Worth the same request again later.
   bool retryable() const { return kind_ == ApiErrorKind::kUnavailable || kind_ == ApiErrorKind::kTimeout; }
 
-  // From an HTTP answer: `what` names the request ("create pods ns/name"), `body` may hold a metav1.Status.
+  // From an HTTP answer: `what` names the request ("create pods ns/name"), `body` may hold a metav1.Status. Of either
+  // only a bounded piece is kept, on one line and as valid UTF-8.
   static ApiError from_response(std::string_view what, int status, std::string_view body,
                                 std::optional<Milliseconds> retry_after);
 

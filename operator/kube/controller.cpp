@@ -63,7 +63,7 @@ void Controller::reconcile(const std::string& key) {
   try {
     const auto hold = held(key);
     const Result result = hold ? Result{hold} : reconcile_(key, Deadline::after(options_.reconcile_timeout));
-    queue_.forget(key);
+    if (!hold) queue_.forget(key);  // else it was not tried, and its back-off goes on
     if (result.requeue_after) {
       queue_.add_after(key, *result.requeue_after, result.priority);
       metrics_.requeue_after.Increment();

@@ -28,7 +28,8 @@ struct Result {
 struct Requeue {
   std::string why;
 };
-// Thrown by a reconcile when somebody else leads: the key is put down, and nothing is wrong.
+// Thrown by a reconcile when we do not lead (any more): the key is put down, and nothing is wrong. Whoever leads next
+// begins with every key.
 struct NotLeading {};
 
 struct ControllerOptions {

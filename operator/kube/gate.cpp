@@ -273,9 +273,8 @@ void Gate::read_some(Connection& c) {
   if (first && !c.in.empty() && c.served > 0) c.wait_until(options_.request_timeout);
   buffered_ += c.in.size() - c.counted;
   c.counted = c.in.size();
-  if (buffered_ > options_.max_buffered_bytes) {
-    const int fd = c.fd;
-    evict(nullptr);
+  const int fd = c.fd;
+  while (buffered_ > options_.max_buffered_bytes && evict(nullptr)) {
     if (connections_.count(fd) == 0) return;
   }
   c.want = result == Io::kWantWrite ? EPOLLOUT : EPOLLIN;
@@ -307,6 +306,9 @@ void Gate::advance(Connection& c) {
 }
 
 void Gate::dispatch(Connection& c) {
+  if (busy_ + c.counted > options_.max_buffered_bytes) return answer_now(c, 503, "busy");
+  buffered_ -= c.counted;
+  busy_ += c.counted;
   c.state = Connection::State::kBusy;
   c.until = SteadyClock::now() + options_.answer_timeout;
   const bool taken = pool_->enqueue([this, &c] {  // c stays until it has come back
@@ -325,7 +327,10 @@ void Gate::dispatch(Connection& c) {
     }
     wake();
   });
-  if (!taken) answer_now(c, 503, "busy");
+  if (taken) return;
+  busy_ -= c.counted;
+  buffered_ += c.counted;
+  answer_now(c, 503, "busy");
 }
 
 void Gate::take_returned() {
@@ -337,9 +342,11 @@ void Gate::take_returned() {
   for (const int fd : returned) {
     Connection& c = *connections_.at(fd);
     ++c.served;
+    busy_ -= c.counted;
     c.in.erase(0, c.request_size);
-    buffered_ -= c.counted - c.in.size();
+    c.in.shrink_to_fit();  // what is not counted is not held
     c.counted = c.in.size();
+    buffered_ += c.counted;
     c.keep = c.keep && !c.eof && !stopping_;
     if (c.dead) {
       close(c);
@@ -389,6 +396,10 @@ void Gate::answer_now(Connection& c, int status, const std::string& message) {
            std::to_string(message.size() + 1) + "\r\n" + (status == 503 ? "Retry-After: 1\r\n" : "") + "\r\n" +
            message + "\n";
   c.keep = false;
+  c.in.clear();  // nothing of it is read any more
+  c.in.shrink_to_fit();
+  buffered_ -= c.counted;
+  c.counted = 0;
   c.state = Connection::State::kWriting;
   c.until = SteadyClock::now() + options_.answer_timeout;
   go_on(c);

@@ -27,14 +27,15 @@ struct GateOptions {
   std::string address = "0.0.0.0";
   int port = 0;  // 0: the system chooses
   RequestLimits limits;
-  int threads = 8;                       // requests answered at once
-  size_t max_waiting = 256;              // whole requests that wait for a thread; more get 503
-  size_t max_connections = 1024;         // over it the one that has made us wait longest is closed, as below
-  size_t max_per_peer = 64;              // connections of one address
-  size_t max_buffered_bytes = 16 << 20;  // of requests that are not whole yet, all connections together
-  Milliseconds request_timeout{10000};   // for one request to become whole, TLS handshake included
-  Milliseconds keep_alive{5000};         // between two requests
-  Milliseconds answer_timeout{30000};    // for the peer to take an answer
+  int threads = 8;                // requests answered at once
+  size_t max_waiting = 256;       // whole requests that wait for a thread; more get 503
+  size_t max_connections = 1024;  // over it the one that has made us wait longest is closed, as below
+  size_t max_per_peer = 64;       // connections of one address
+  // Of requests that are not whole yet, all connections together; and once more of whole ones, where more get 503.
+  size_t max_buffered_bytes = 16 << 20;
+  Milliseconds request_timeout{10000};  // for one request to become whole, TLS handshake included
+  Milliseconds keep_alive{5000};        // between two requests
+  Milliseconds answer_timeout{30000};   // for the peer to take an answer
 };
 
 class Gate final {
@@ -91,7 +92,8 @@ class Gate final {
   // The thread's:
   Connections connections_;
   std::map<std::string, size_t> peers_;
-  size_t buffered_ = 0;
+  size_t buffered_ = 0;  // of requests that are not whole
+  size_t busy_ = 0;      // of those that wait for an answer
   SteadyClock::time_point next_look_{};
 
   std::mutex returned_mutex_;

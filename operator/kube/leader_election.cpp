@@ -12,10 +12,6 @@
 namespace trireme::kube {
 namespace {
 
-int64_t nanoseconds(SteadyClock::time_point at) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
-}
-
 std::string text_of(const nlohmann::json& object, const char* key) {
   const auto it = object.is_object() ? object.find(key) : object.end();
   return object.is_object() && it != object.end() && it->is_string() ? it->get<std::string>() : std::string();
@@ -83,9 +79,7 @@ void LeaderElector::stand_again() {
   changed_.notify_all();
 }
 
-bool LeaderElector::is_leader() const {
-  return leading_.load() && nanoseconds(SteadyClock::now()) < valid_until_ns_.load();
-}
+bool LeaderElector::is_leader() const { return leading_.load() && term_.holds(SteadyClock::now()); }
 
 std::string LeaderElector::leader() const {
   std::lock_guard lock(mutex_);
@@ -170,9 +164,11 @@ bool LeaderElector::try_acquire_or_renew(const Deadline& deadline) {
     spec["renewTime"] = format_micro_time(now_us);
     written = client_.update(resources::kLeases, std::move(lease), "", deadline);
   }
-  valid_until_ns_ = nanoseconds(sent + options_.renew_deadline);
+  const auto until = sent + options_.renew_deadline;
+  const bool held = !renewing || term_.extend(until);
+  if (!renewing) term_.begin(until);
   observe(written);
-  return true;
+  return held;
 }
 
 void LeaderElector::release() {
@@ -247,7 +243,7 @@ bool LeaderElector::lead() {
   bool lost = false;
   auto next = SteadyClock::now() + options_.retry_period;
   while (!lost) {
-    const SteadyClock::time_point valid_until{std::chrono::nanoseconds(valid_until_ns_.load())};
+    const SteadyClock::time_point valid_until = term_.until();
     if (!wait_until(std::min(next, valid_until), false)) break;
     if (SteadyClock::now() >= valid_until) {
       lost = true;

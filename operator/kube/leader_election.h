@@ -14,6 +14,7 @@
 
 #include "base/clock.h"
 #include "operator/kube/client.h"
+#include "operator/kube/lease_term.h"
 #include "operator/kube/reflector.h"
 
 namespace trireme::kube {
@@ -52,7 +53,8 @@ class LeaderElector final {
   // After on_lost: asks for the lease again, as any standby. Without it a lost elector stays out for ever.
   void stand_again();
   // True only while the last successful renewal is younger than renew_deadline, measured from before that request was
-  // sent: no other replica can hold the Lease then. Cheap; workers ask before every write. False after stop().
+  // sent: no other replica can hold the Lease then. Cheap; workers ask before every write. False after stop(). A leader
+  // for whom it was false once has lost: on_lost follows, even if a renewal was under way.
   bool is_leader() const;
   std::string leader() const;  // the holder seen last, "" unknown
 
@@ -72,7 +74,7 @@ class LeaderElector final {
   LeaderOptions options_;
   LeaderCallbacks callbacks_;
   std::atomic<bool> leading_{false};
-  std::atomic<int64_t> valid_until_ns_{0};  // steady clock
+  LeaseTerm term_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool stopping_ = false;

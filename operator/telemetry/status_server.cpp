@@ -248,7 +248,7 @@ std::string StatusServer::unproven(const HttpRequest& request, const kube::Objec
   try {
     reviewed = identify(token, claimed->uid);
   } catch (const std::exception& e) {
-    log_warn("status", std::string("token review: ") + e.what());
+    if (const auto more = failed_reviews_.due()) log_warn("status", std::string("token review: ") + e.what() + *more);
     reports_.turned_away();
     return "its token cannot be checked now";
   }

@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 
+#include "base/log_limit.h"
 #include "operator/controller/reconciler.h"
 #include "operator/controller/reports.h"
 #include "operator/kube/client.h"
@@ -109,6 +110,7 @@ class StatusServer final {
   std::map<std::string, Known> tokens_;  // by SHA-256 of the token
   ReviewShares shares_;                  // by pod uid, or SHA-256 of a token that was believed before
   std::atomic<int> reviews_{0};
+  LogLimit failed_reviews_{Milliseconds(10000)};  // so often each job reports
   mutable std::mutex server_mutex_;
   bool stopped_ = false;
   std::unique_ptr<kube::HttpServer> server_;

@@ -1,17 +1,24 @@
 #include "operator/webhook/admission.h"
 
+#include <optional>
+#include <utility>
+
 #include "api/validate.h"
 #include "base/error.h"
 #include "base/text.h"
 #include "operator/kube/client_config.h"
+#include "operator/kube/json_scan.h"
 
 namespace trireme::webhook {
 namespace {
 
 constexpr const char* kReviewVersion = "admission.k8s.io/v1";
-constexpr size_t kMaxIssues = 20;
+constexpr size_t kShownIssues = 20;
 constexpr size_t kMaxWarnings = 8;
 constexpr size_t kMaxWarningBytes = 240;
+// Answers stay short enough for the server to hold them while their peers read.
+constexpr size_t kMaxMessageBytes = 32u << 10;
+constexpr size_t kMaxUidBytes = 256;
 
 struct Request {
   Json uid;
@@ -40,10 +47,35 @@ std::string text(const Json& object, const char* key) {
   return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
 }
 
-Json member(const Json& object, const char* key) {
+const Json& member(const Json& object, const char* key) {
+  static const Json kNull;
+  if (!object.is_object()) return kNull;
+  const auto found = object.find(key);
+  return found == object.end() ? kNull : *found;
+}
+
+// Leaves null.
+Json take(Json& object, const char* key) {
   if (!object.is_object()) return {};
   const auto found = object.find(key);
-  return found == object.end() ? Json() : *found;
+  return found == object.end() ? Json() : std::exchange(*found, Json());
+}
+
+// What is looked at; only this is parsed. A review holds the object and, on UPDATE, the old one. Both come with managed
+// fields (a value per field and manager), the status, and kubectl's copy in an annotation; nothing bounds the number of
+// values in these. What is left are two specifications and little more, which fit into kMaxValues.
+const kube::JsonFields& review_fields() {
+  static const kube::JsonFields kFields = [] {
+    kube::JsonFields fields({"apiVersion", "kind", "request.uid", "request.operation", "request.subResource",
+                             "request.kind.group", "request.kind.kind"});
+    for (const std::string object : {"request.object.", "request.oldObject."}) {
+      for (const char* field :
+           {"apiVersion", "kind", "metadata.name", "metadata.namespace", "metadata.deletionTimestamp", "spec"})
+        fields.add(object + field);
+    }
+    return fields;
+  }();
+  return kFields;
 }
 
 bool Request::changes_nothing() const {
@@ -52,21 +84,23 @@ bool Request::changes_nothing() const {
   return deleting || member(object, "spec") == member(old_object, "spec");
 }
 
-// Throws Error(kUser).
+// Throws Error(kUser) or, where the text is cut or no JSON, Error(kData).
 Request read_request(const std::string& body) {
-  const Json review = parse_json_bounded(body, "AdmissionReview");
+  Json review = parse_json_bounded(review_fields().select(body), "AdmissionReview");
   if (text(review, "kind") != "AdmissionReview" || text(review, "apiVersion") != kReviewVersion) {
     fail_user(std::string("the body is no AdmissionReview of ") + kReviewVersion);
   }
-  const Json request = member(review, "request");
-  if (!request.is_object() || text(request, "uid").empty()) fail_user("request or request.uid is missing");
+  Json request = take(review, "request");
+  const std::string uid = text(request, "uid");
+  if (uid.empty()) fail_user("request or request.uid is missing");
+  if (uid.size() > kMaxUidBytes) fail_user("request.uid is longer than " + std::to_string(kMaxUidBytes) + " bytes");
   Request out;
-  out.uid = request["uid"];
+  out.uid = uid;
   out.operation = text(request, "operation");
-  out.object = member(request, "object");
-  out.old_object = member(request, "oldObject");
+  out.object = take(request, "object");
+  out.old_object = take(request, "oldObject");
   out.subresource = !text(request, "subResource").empty();
-  const Json kind = member(request, "kind");
+  const Json& kind = member(request, "kind");
   out.is_rljob = text(kind, "group") == kApiGroup && text(kind, "kind") == kRLJobKind;
   return out;
 }
@@ -110,7 +144,10 @@ Findings findings_of(const Request& request, const Json& object) {
 }
 
 AdmissionAnswer refuse(Json response, const std::vector<Issue>& errors) {
-  response["status"] = {{"code", 422}, {"reason", "Invalid"}, {"message", to_string(errors, {}, kMaxIssues)}};
+  std::string message = to_string(errors, {}, kShownIssues);
+  if (message.size() > kMaxMessageBytes) message.resize(kMaxMessageBytes);
+  while (!is_valid_utf8(message)) message.pop_back();  // a character was cut
+  response["status"] = {{"code", 422}, {"reason", "Invalid"}, {"message", std::move(message)}};
   return respond(std::move(response), false);
 }
 
@@ -145,6 +182,29 @@ Json additions(const Json& given, const Json& full, const std::string& path) {
   return patch;
 }
 
+namespace {
+
+// Empty when the object cannot be read.
+std::optional<Json> defaults_of(const Request& request, const DefaultingOptions& options) {
+  std::vector<Issue> issues;
+  RLJob job = rljob_from_json(request.object, issues, {.strict = false});
+  if (!issues.empty()) return std::nullopt;
+  const Json& spec = member(request.object, "spec");
+  Json replacement;
+  // The API server has filled in the schema's default before it asks us.
+  const std::string image = text(spec, "image");
+  // What was made before this setting stays as it is; what we wrote once is written again.
+  const bool ours = request.operation == "CREATE" || text(member(request.old_object, "spec"), "image") == options.image;
+  if (!options.image.empty() && options.image != kDefaultImage && image == kDefaultImage && ours)
+    replacement = {{"op", "replace"}, {"path", "/spec/image"}, {"value", options.image}};
+  if (!options.image.empty() && image.empty()) job.spec.image = options.image;
+  Json patch = additions(spec, spec_to_json(job.spec), "/spec");
+  if (!replacement.is_null()) patch.push_back(std::move(replacement));
+  return patch;
+}
+
+}  // namespace
+
 AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptions& options) {
   Request request;
   try {
@@ -153,26 +213,14 @@ AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptio
     return bad_request(e.what());
   }
   Json response = {{"uid", request.uid}};
-  const Json spec = member(request.object, "spec");
-  if (!request.concerns_us() || !spec.is_object()) return respond(std::move(response), true);
+  if (!request.concerns_us() || !member(request.object, "spec").is_object()) return respond(std::move(response), true);
   Json patch = Json::array();
-  Json replacement;
   try {
-    std::vector<Issue> issues;
-    RLJob job = rljob_from_json(request.object, issues, {.strict = false});
-    if (issues.empty()) {
-      // The API server has filled in the schema's default before it asks us.
-      const std::string image = text(spec, "image");
-      // What was made before this setting stays as it is; what we wrote once is written again.
-      const bool ours =
-          request.operation == "CREATE" || text(member(request.old_object, "spec"), "image") == options.image;
-      if (!options.image.empty() && options.image != kDefaultImage && image == kDefaultImage && ours)
-        replacement = {{"op", "replace"}, {"path", "/spec/image"}, {"value", options.image}};
-      if (!options.image.empty() && image.empty()) job.spec.image = options.image;
-      patch = additions(spec, spec_to_json(job.spec), "/spec");
-      if (!replacement.is_null()) patch.push_back(std::move(replacement));
+    if (std::optional<Json> defaults = defaults_of(request, options)) {
+      patch = std::move(*defaults);
       if (!request.changes_nothing()) {
-        const Findings found = findings_of(request, request.object.patch(patch));
+        request.object.patch_inplace(patch);
+        const Findings found = findings_of(request, request.object);
         if (!found.wrong.empty()) return refuse(std::move(response), found.wrong);
       }
     }

@@ -45,6 +45,20 @@ json secret_data(const CertificateSet& set) {
           {kLeafKey, kube::base64_encode(set.leaf.key_pem)}};
 }
 
+// "": there is none that can be read.
+std::string first_certificate(const std::string& pem) {
+  constexpr std::string_view kEnd = "-----END CERTIFICATE-----";
+  const size_t end = pem.find(kEnd);
+  if (end == std::string::npos) return {};
+  const std::string first = pem.substr(0, end + kEnd.size()) + "\n";
+  try {
+    kube::certificate_dates(first);
+    return first;
+  } catch (const Error&) {
+    return {};
+  }
+}
+
 }  // namespace
 
 bool is_current(const CertificateSet& set, const std::vector<std::string>& dns_names, int64_t now_unix_s) {
@@ -85,6 +99,14 @@ CertificateSet renew(const std::optional<CertificateSet>& old, const Certificate
   }
   const kube::KeyPair ca = kube::make_ca("trireme-webhook-ca", options.ca_valid_seconds);
   return {ca, kube::issue_certificate(ca, leaf)};
+}
+
+std::string bundle_for(const std::string& current, const std::string& ca_pem, bool settled) {
+  if (current.empty()) return ca_pem;
+  if (current.starts_with(ca_pem)) return settled ? ca_pem : current;
+  if (current.find(ca_pem) != std::string::npos) return current;  // the first one is newer than what we have read
+  const std::string old = first_certificate(current);
+  return old.empty() ? ca_pem : ca_pem + (ca_pem.ends_with('\n') ? "" : "\n") + old;
 }
 
 CertificateKeeper::CertificateKeeper(const kube::Client& client, CertificateOptions options,
@@ -141,8 +163,11 @@ void CertificateKeeper::ensure_files() {
 void CertificateKeeper::ensure_own() {
   const CertificateSet set = read_or_make();
   hand_over(set.leaf, set.ca.cert_pem);
-  patch_configuration(kube::resources::kValidatingWebhooks, options_.validating_configuration, set.ca.cert_pem);
-  patch_configuration(kube::resources::kMutatingWebhooks, options_.mutating_configuration, set.ca.cert_pem);
+  const std::string& ca = set.ca.cert_pem;
+  const bool settled = told_ca_ == ca;
+  patch_configuration(kube::resources::kValidatingWebhooks, options_.validating_configuration, ca, settled);
+  patch_configuration(kube::resources::kMutatingWebhooks, options_.mutating_configuration, ca, settled);
+  told_ca_ = ca;
 }
 
 CertificateSet CertificateKeeper::read_or_make() {
@@ -179,9 +204,8 @@ CertificateSet CertificateKeeper::read_or_make() {
 }
 
 void CertificateKeeper::patch_configuration(const kube::Resource& resource, const std::string& name,
-                                            const std::string& ca_pem) {
+                                            const std::string& ca_pem, bool settled) {
   if (name.empty()) return;
-  const std::string bundle = kube::base64_encode(ca_pem);
   for (int i = 0; i < kMaxConflicts; ++i) {
     std::optional<json> found = client_.find(resource, {"", name}, deadline());
     if (!found) throw Error(ErrorKind::kNotFound, resource.kind + " " + name + " is not there");
@@ -190,7 +214,10 @@ void CertificateKeeper::patch_configuration(const kube::Resource& resource, cons
       for (json& hook : (*found)["webhooks"]) {
         if (!hook.is_object() || !hook.contains("clientConfig")) continue;
         json& config = hook["clientConfig"];
-        if (config.value("caBundle", std::string()) == bundle) continue;
+        const std::string before = config.value("caBundle", std::string());
+        const std::string bundle =
+            kube::base64_encode(bundle_for(kube::base64_decode(before).value_or(""), ca_pem, settled));
+        if (before == bundle) continue;
         config["caBundle"] = bundle;
         changed = true;
       }

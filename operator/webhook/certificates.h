@@ -49,6 +49,11 @@ bool is_current(const CertificateSet& set, const std::vector<std::string>& dns_n
 CertificateSet renew(const std::optional<CertificateSet>& old, const CertificateOptions& options,
                      const std::vector<std::string>& dns_names, int64_t now_unix_s);
 
+// What a webhook's caBundle should be, as PEM, when it is `current`. Another CA stays beside ours, as replicas may
+// still serve a certificate of it, until `settled`: a whole interval ago our CA was this one, so all have looked since.
+// Pure.
+std::string bundle_for(const std::string& current, const std::string& ca_pem, bool settled);
+
 class CertificateKeeper final {
  public:
   // on_change gets every new pair, first one included, on the keeper's thread (or the caller's of ensure()).
@@ -75,7 +80,8 @@ class CertificateKeeper final {
   void ensure_own();
   void ensure_files();
   CertificateSet read_or_make();
-  void patch_configuration(const kube::Resource& resource, const std::string& name, const std::string& ca_pem);
+  void patch_configuration(const kube::Resource& resource, const std::string& name, const std::string& ca_pem,
+                           bool settled);
   void hand_over(const kube::KeyPair& pair, const std::string& ca_pem);
   int64_t now() const;
   Deadline deadline() const { return Deadline::after(options_.request_timeout); }
@@ -90,6 +96,7 @@ class CertificateKeeper final {
   int64_t expires_ = 0;
   std::string handed_over_;  // certificate PEM
   std::string ca_pem_;
+  std::string told_ca_;  // that the configurations knew after the last round; of the thread that calls ensure()
   std::thread thread_;
 };
 

@@ -1,6 +1,12 @@
 #include "operator/webhook/webhook_server.h"
 
 namespace trireme::webhook {
+namespace {
+
+// The old object and the new one, each within the 1.5 MiB that etcd takes, and what is said around them.
+constexpr size_t kMaxReviewBytes = 4u << 20;
+
+}  // namespace
 
 WebhookServer::WebhookServer(WebhookServerOptions options) : options_(std::move(options)) {}
 WebhookServer::~WebhookServer() { stop(); }
@@ -16,7 +22,8 @@ void WebhookServer::set_certificate(const kube::KeyPair& pair) {
   options.address = options_.address;
   options.port = options_.port;
   options.tls = pair;
-  options.max_body_bytes = 2 * kMaxManifestBytes;  // old and new object
+  options.max_body_bytes = kMaxReviewBytes;
+  options.max_threads = 1;  // a review takes milliseconds, and while it lasts its trees; README.md has the sum
   auto server = std::make_unique<kube::HttpServer>(std::move(options));
   server->handle("POST", "/validate", [this](const kube::HttpRequest& request) {
     return answer("validate", review_validating(request.body));

@@ -65,6 +65,7 @@ class CriticRank final {
     const nlohmann::json fingerprint = {{"algorithm", config_.algorithm}, {"value", state_->model->config().to_json()}};
     checkpoints_ = std::make_unique<CheckpointManager>(checkpoint, fingerprint, context_);
     checkpoints_->on_wait = [this] { mail_.beat(); };
+    checkpoints_->on_written = [this] { (void)context_.store()->add(critic_mail::kSaving, 1); };
     checkpoints_->committed = [this](int64_t step) { context_.store()->set(critic_mail::saved(step), ""); };
     state_->optimizer->before_update = [this] { checkpoints_->wait_copied(); };
     if (ShardedUnits* units = state_->model->units()) units->before_release = state_->optimizer->before_update;

@@ -67,9 +67,9 @@ void CriticLink::save(int64_t step, const std::map<std::string, double>& metrics
   call(asked);
 }
 
-void CriticLink::wait_saved(int64_t step, const std::atomic<bool>& cancelled) {
+void CriticLink::wait_saved(int64_t step, const std::atomic<bool>& cancelled, const std::function<void()>& moves) {
   const std::string key = critic_mail::saved(step);
-  const Deadline limit = Deadline::after(context_.timeout());
+  Patience patience(context_.timeout());
   const auto who = [&] { return context_.name() + " on " + host_name(); };
   for (Milliseconds pause(5); !cancelled.load(); pause = std::min(2 * pause, Milliseconds(100))) {
     if (context_.store()->has(key)) return;
@@ -77,11 +77,13 @@ void CriticLink::wait_saved(int64_t step, const std::atomic<bool>& cancelled) {
       throw Error(ErrorKind::kUnavailable,
                   who() + " waits for the critic's checkpoint of step " + std::to_string(step) + ": " + *failure);
     }
-    if (limit.passed()) {
+    if (patience.moved(context_.store()->add(critic_mail::kSaving, 0))) {
+      if (moves) moves();
+    } else if (patience.passed()) {
       throw Error(ErrorKind::kTimeout, who() + " waits for the critic's checkpoint of step " + std::to_string(step) +
                                            ", which " + context_.last_seen(context_.actor_ranks()) +
-                                           " has not written within " +
-                                           std::to_string(context_.timeout().count() / 1000) + " s");
+                                           " has not written: nothing has moved for " +
+                                           std::to_string(patience.seconds()) + " s");
     }
     std::this_thread::sleep_for(pause);
   }

@@ -76,10 +76,11 @@ class CriticLink final {
   void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step);
   CriticTrained finish_training();
   // The critic begins to save, beside the actor's own save; wait_saved() returns when its checkpoint has its name, or
-  // `cancelled` is set; from any thread. Throws Error(kUnavailable) when a rank has failed, Error(kTimeout) at the
-  // deadline of a collective.
+  // `cancelled` is set; from any thread. `moves`, which may be empty, is called while the critic writes. Throws
+  // Error(kUnavailable) when a rank has failed, Error(kTimeout) when the critic has written nothing for the deadline of
+  // a collective.
   void save(int64_t step, const std::map<std::string, double>& metrics);
-  void wait_saved(int64_t step, const std::atomic<bool>& cancelled);
+  void wait_saved(int64_t step, const std::atomic<bool>& cancelled, const std::function<void()>& moves = {});
   // Whether a critic rank got a signal to stop. Asked by rank 0; the others say no.
   bool asked_to_stop();
   // The last call: returns when the critic's ranks leave.
@@ -125,6 +126,7 @@ inline constexpr const char* kReady = "critic-ready";        // kTogether, or em
 inline constexpr const char* kTogether = "together";         // its ranks compute values with each other only
 inline constexpr const char* kStop = "critic-stop";          // a key of the store
 inline constexpr const char* kAheadCount = "critic-aheads";  // a counter of the store
+inline constexpr const char* kSaving = "critic-saving";      // likewise: grows while a save of its ranks does
 inline std::string call(int64_t number) { return "critic-call-" + std::to_string(number); }
 inline std::string answer(int64_t number) { return "critic-answer-" + std::to_string(number); }
 inline std::string ahead(int64_t number) { return "critic-ahead-" + std::to_string(number); }   // from 1

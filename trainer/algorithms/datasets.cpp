@@ -63,7 +63,8 @@ void check_validation_data(const Datasets& datasets, const std::string& key, int
   if (!periodic && !at_start && !at_end) return;
   fail_user((periodic ? key + ".val_period is " + std::to_string(period)
                       : key + (at_start ? ".val_at_start" : ".val_at_end") + " is true") +
-            " but there is no validation data: set data.validation.data_path or data.train.split_validation_size, or " +
+            " but there is no validation data: name some in data.validation, or set data.train.split_validation_size "
+            "(without effect on most data sets that are known by name), or " +
             (periodic ? "val_period to 0" : "it to false"));
 }
 

@@ -66,7 +66,7 @@ SharedTokens take_tokens(std::string_view& bytes) {
 std::string pack_step(const RolloutSource::Step& step, const DataPlace& place,
                       const std::map<std::string, double>& values) {
   nlohmann::json head = {{"prompts", place.prompts},
-                         {"epoch", place.epoch},
+                         {"drawn", place.drawn},
                          {"next_sample_id", place.next_sample_id},
                          {"skipped_long", place.skipped_long},
                          {"rewards", pack_counters(step.rewards)},
@@ -91,7 +91,7 @@ RolloutSource::Step unpack_step(std::string_view bytes, DataPlace& place, std::m
   const nlohmann::json head = nlohmann::json::parse(bytes.substr(0, line));
   bytes.remove_prefix(line + 1);
   place.prompts = head.at("prompts");
-  place.epoch = head.at("epoch").get<int64_t>();
+  place.drawn = head.at("drawn").get<int64_t>();
   place.next_sample_id = head.at("next_sample_id").get<uint64_t>();
   place.skipped_long = head.at("skipped_long").get<int64_t>();
   for (const auto& [name, value] : head.at("values").items()) values[name] = value.get<double>();
@@ -194,8 +194,7 @@ void DedicatedRollouts::make_desk(const DedicatedOptions& options, const Rollout
   desk.section = config.algorithm;
   desk.prompt = [this](int64_t group, bool needed) -> std::optional<WorkPrompt> {
     // The next step is made whole if it is to come at all.
-    const bool comes = prompts_.place().epoch < session_.config.grpo.max_num_epochs;
-    std::optional<CarriedPrompt> given = prompts_.next(group, needed && comes);
+    std::optional<CarriedPrompt> given = prompts_.next(group, needed && prompts_.has_rows());
     if (!given) return std::nullopt;
     return WorkPrompt{std::move(given->example), std::move(given->forced_lengths)};
   };

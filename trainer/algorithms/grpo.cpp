@@ -173,8 +173,11 @@ class GrpoLoop final {
   bool carries() const { return carries_over(config_); }
   bool overlaps() const { return carries() || generates_elsewhere(config_); }  // or other processes generate
 
-  // Epoch of the prompt behind those that are trained.
-  int64_t epoch() const { return source_ ? source_->place().epoch : prompts_.epoch(); }
+  // Whether the rows behind those that are trained are of this run.
+  bool has_rows() const {
+    const int64_t drawn = source_ ? source_->place().drawn : prompts_.drawn();
+    return drawn < prompts_.rows_of_epochs(config_.grpo.max_num_epochs, prompts_per_round(config_.grpo));
+  }
 
   // The next step's groups where steps overlap. Samples in data order, group by group.
   std::vector<Sample> generate_overlapped(RankShares& shares, GeneratedTotals& generated,
@@ -311,7 +314,7 @@ class GrpoLoop final {
     TrainSummary summary;
     bool stop_early = good_enough();  // a run that had ended so, started again
     session_.timer.start_step();
-    while (step_ < g.max_num_steps && epoch() < g.max_num_epochs && !stop_early) {
+    while (step_ < g.max_num_steps && has_rows() && !stop_early) {
       stop_early = one_step();
       if (session_.should_stop() && step_ < g.max_num_steps) {
         if (session_.checkpoint_on_stop()) save();
@@ -468,7 +471,7 @@ class GrpoLoop final {
       generated.add(samples, g.num_generations_per_prompt);
       return samples;
     }
-    const auto groups = static_cast<int64_t>(static_cast<double>(g.num_prompts_per_step) * g.batch_multiplier);
+    const int64_t groups = prompts_per_round(g);
     DynamicSampling kept(g.num_prompts_per_step, g.num_generations_per_prompt, g.dynamic_sampling_max_gen_batches);
     while (!kept.complete()) {
       kept.check_may_go_on();

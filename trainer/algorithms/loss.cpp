@@ -14,15 +14,16 @@ constexpr double kEpsilon = 1e-8;  // NeMo-RL's, so that an empty batch is 0 and
 
 at::Tensor finite_or_zero(const at::Tensor& x) { return at::where(at::isfinite(x), x, at::zeros_like(x)); }
 
-// Sequence sums [S] and their spread back to tokens [T].
+// Sequence sums [S] of the tokens of `mask` and their spread back to tokens [T]. Means are over all valid tokens.
 struct Sequences {
   const at::Tensor& index;
   const at::Tensor& mask;
   int64_t count;
   at::Tensor tokens;  // [S] valid tokens, at least 1
 
-  Sequences(const LossInputs& in) : index(in.sequence), mask(in.mask), count(in.sequence_mask.size(0)) {
-    tokens = sum(at::ones_like(in.mask)).clamp_min(1);
+  Sequences(const LossInputs& in, const at::Tensor& of_mask)
+      : index(in.sequence), mask(of_mask), count(in.sequence_mask.size(0)) {
+    tokens = at::zeros({count}, in.mask.options()).index_add(0, index, in.mask).clamp_min(1);
   }
   at::Tensor sum(const at::Tensor& x) const { return at::zeros({count}, x.options()).index_add(0, index, x * mask); }
   at::Tensor mean(const at::Tensor& x) const { return sum(x) / tokens; }
@@ -63,27 +64,44 @@ at::Tensor kl_term(const at::Tensor& current, const at::Tensor& reference, const
 
 double number(const at::Tensor& x) { return x.detach().item<double>(); }
 
+at::Tensor is_dropped(const at::Tensor& logprobs) { return at::isneginf(logprobs.detach()); }
+
 // [T] each. Masked tokens are 0 before any arithmetic: a -inf on one must not poison the batch.
 struct Tokens {
   at::Tensor valid, zero;
+  at::Tensor kept;       // valid, and dropped by no filter
+  at::Tensor kept_mask;  // the same as 0 or 1
   at::Tensor current, previous, generation, advantages;
+  at::Tensor mismatch;  // previous - generation, without a gradient; 0 where previous is dropped
 
-  Tokens(const LossInputs& in, const LossOptions& o) : valid(in.mask > 0), zero(at::zeros_like(in.mask)) {
-    current = masked(in.current);
+  Tokens(const LossInputs& in, const LossOptions& o)
+      : valid(in.mask > 0), zero(at::zeros_like(in.mask)), kept(valid), kept_mask(in.mask) {
+    const at::Tensor& before = o.force_on_policy_ratio ? in.current : in.previous;
+    at::Tensor known = valid;
+    if (in.filters) {
+      known = at::logical_and(valid, at::logical_not(is_dropped(before)));
+      kept = at::logical_and(known, at::logical_not(is_dropped(in.current)));
+      kept_mask = at::where(kept, in.mask, zero);
+    }
+    current = at::where(kept, in.current, zero);
     generation = masked(in.generation);
-    previous = o.force_on_policy_ratio ? current.detach() : masked(in.previous);
+    previous = at::where(kept, before.detach(), zero);
     advantages = masked(in.advantages);
+    mismatch = at::where(known, before.detach() - generation, zero).detach();
   }
   at::Tensor masked(const at::Tensor& x) const { return at::where(valid, x, zero); }
 };
 
-// Means over the optimizer step: sums here, divided by its counts over all ranks and micro-batches.
+// Means over the optimizer step: sums here, of the tokens of the sequences' mask, divided by its counts over all ranks
+// and micro-batches.
 struct Means {
   const LossInputs& in;
   const LossOptions& o;
   const Sequences& sequences;
 
-  at::Tensor of_tokens(const at::Tensor& x) const { return (x * in.mask).sum() / (in.global_valid_tokens + kEpsilon); }
+  at::Tensor of_tokens(const at::Tensor& x) const {
+    return (x * sequences.mask).sum() / (in.global_valid_tokens + kEpsilon);
+  }
   // As the loss is meant: over tokens, or over sequences of their tokens' means.
   at::Tensor of_loss(const at::Tensor& x) const {
     if (o.token_level_loss) return of_tokens(x);
@@ -123,7 +141,7 @@ struct Importance {
 Importance importance_of(const Tokens& t, const Sequences& sequences, const Means& mean, const LossOptions& o) {
   Importance result;
   result.weight = at::ones_like(t.current).detach();
-  const at::Tensor log_weight = (t.previous - t.generation).detach();
+  const at::Tensor& log_weight = t.mismatch;
   const at::Tensor per_token = finite_or_zero(
       o.sequence_level_importance_ratios ? sequences.spread(sequences.sum(log_weight)).exp() : log_weight.exp());
   result.measured = per_token;
@@ -158,22 +176,26 @@ Importance importance_of(const Tokens& t, const Sequences& sequences, const Mean
   return result;
 }
 
-void describe(const Tokens& t, const Surrogate& s, const Importance& importance, const Means& mean,
+// `mean`: of all valid tokens; `kept`: of those that no filter drops, the others' ratio is 0.
+void describe(const Tokens& t, const Surrogate& s, const Importance& importance, const Means& mean, const Means& kept,
               std::map<std::string, double>& metrics) {
   const at::Tensor c = t.current.detach();
   const at::Tensor r = s.ratio.detach();
   const at::Tensor clipped = s.clipped.detach();
-  const at::Tensor mismatch = t.previous.detach() - t.generation;
-  metrics["probs_ratio"] = number(mean.of_tokens(r));
-  metrics["probs_ratio_clamped"] = number(mean.of_tokens(clipped));
-  metrics["clip_fraction"] = number(mean.of_tokens((r != clipped).to(r.scalar_type())));
-  metrics["token_mult_prob_error"] = number(mean.of_tokens(mismatch.abs().exp()));
-  metrics["gen_kl_error"] = number(mean.of_tokens(mismatch.exp() - 1 - mismatch));
+  metrics["probs_ratio"] = number(kept.of_tokens(r));
+  metrics["probs_ratio_clamped"] = number(kept.of_tokens(clipped));
+  metrics["clip_fraction"] = number(kept.of_tokens((r != clipped).to(r.scalar_type())));
+  metrics["token_mult_prob_error"] = number(mean.of_tokens(t.mismatch.abs().exp()));
+  metrics["gen_kl_error"] = number(mean.of_tokens(t.mismatch.exp() - 1 - t.mismatch));
   metrics["sampling_importance_ratio"] = number(mean.of_tokens(importance.measured));
   metrics["is_oob_ratio"] = importance.out_of_bounds;
-  metrics["approx_entropy"] = number(mean.of_tokens(-(c - t.generation).exp() * c));
-  if (!t.valid.any().item<bool>()) return;
-  const at::Tensor picked = r.masked_select(t.valid);
+  metrics["approx_entropy"] = number(kept.of_tokens(-(c - t.generation).exp() * c));
+  if (mean.in.filters) {
+    const at::Tensor dropped = at::logical_and(t.valid, at::logical_not(t.kept));
+    metrics["filtered_token_fraction"] = number(mean.of_tokens(dropped.to(r.scalar_type())));
+  }
+  if (!t.kept.any().item<bool>()) return;
+  const at::Tensor picked = r.masked_select(t.kept);
   metrics["probs_ratio_min"] = number(picked.min());
   metrics["probs_ratio_max"] = number(picked.max());
 }
@@ -208,18 +230,20 @@ void validate(const LossOptions& o) {
 }
 
 LossOutput policy_loss(const LossInputs& in, const LossOptions& o) {
-  const Sequences sequences(in);
   const Tokens tokens(in, o);
-  const Means mean{in, o, sequences};
-  const Surrogate surrogate = clipped_surrogate(tokens, sequences, o);
+  const Sequences sequences(in, in.mask), of_kept(in, tokens.kept_mask);
+  const Means mean{in, o, sequences}, kept{in, o, of_kept};
+  const Surrogate surrogate = clipped_surrogate(tokens, of_kept, o);
   const Importance importance = importance_of(tokens, sequences, mean, o);
   LossOutput output;
-  at::Tensor loss = mean.of_loss(surrogate.loss * importance.weight);
+  at::Tensor loss = kept.of_loss(surrogate.loss * importance.weight);
   output.metrics["actor_loss"] = number(loss);
   if (o.reference_policy_kl_penalty != 0) {
     TRIREME_CHECK(in.reference.defined(), "the KL term needs reference log-probs");
     const at::Tensor reference = tokens.masked(in.reference);
-    const at::Tensor kl = mean.of_loss(kl_term(tokens.current, reference, tokens.generation, o));
+    // The reference has no filters, and so must the policy: else the KL is not 0 where both are the same model.
+    const at::Tensor current = in.current_unfiltered.defined() ? tokens.masked(in.current_unfiltered) : tokens.current;
+    const at::Tensor kl = mean.of_loss(kl_term(current, reference, tokens.generation, o));
     loss = loss + o.reference_policy_kl_penalty * kl;
     output.metrics["kl_penalty"] = number(kl);
   }
@@ -234,7 +258,7 @@ LossOutput policy_loss(const LossInputs& in, const LossOptions& o) {
   }
   output.loss = loss;
   output.metrics["loss"] = number(loss);
-  describe(tokens, surrogate, importance, mean, output.metrics);
+  describe(tokens, surrogate, importance, mean, kept, output.metrics);
   return output;
 }
 

@@ -20,6 +20,7 @@ void validate(const LossOptions& options);
 // T response tokens of S sequences, in any floating dtype. Tokens of masked sequences have mask 0.
 struct LossInputs {
   at::Tensor current;              // [T] log-probs that carry the gradient
+  at::Tensor current_unfiltered;   // [T] likewise, without top_k, top_p and min_p: for the KL; undefined: current
   at::Tensor previous;             // [T] of the weights before the first optimizer step of this rollout
   at::Tensor generation;           // [T] returned by the sampler
   at::Tensor reference;            // [T]; undefined when the penalty is 0
@@ -31,6 +32,9 @@ struct LossInputs {
   double global_valid_tokens = 0;  // over all ranks and micro-batches of the optimizer step
   double global_valid_sequences = 0;
   double global_positive_tokens = 0;  // valid tokens of correct responses; for positive_example_nll_weight
+  // current and previous are of filtered distributions. A token that the filters of one of them drop (-infinity) has no
+  // part in the policy's term, but counts in what sums are divided by, and in the KL.
+  bool filters = false;
 };
 
 struct LossOutput {

@@ -136,8 +136,8 @@ LogprobOptions sampling_distribution(const Config& config) {
   o.top_k = g.top_k;
   o.top_p = g.top_p;
   o.min_p = g.min_p;
-  // After the first optimizer step a sampled token may fall outside the filters of the moved distribution: its ratio is
-  // 0.
+  // After the first optimizer step a sampled token may fall outside the filters of the moved distribution: it has no
+  // part in the policy's term (LossInputs::filters).
   o.allow_filtered = o.filters();
   return o;
 }
@@ -148,6 +148,10 @@ LogprobOptions reference_distribution(const Config& config) {
   o.top_p = 1;
   o.min_p = 0;
   return o;
+}
+
+bool kl_needs_unfiltered(const Config& config) {
+  return loss_options(config).reference_policy_kl_penalty != 0 && sampling_distribution(config).filters();
 }
 
 StageOptions stage_options(const Config& config) {

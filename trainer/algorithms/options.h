@@ -44,6 +44,9 @@ bool reads_previous_logprobs(const Config& config);
 bool needs_reference(const Config& config);                   // a reference model, for the loss or the rewards
 LogprobOptions sampling_distribution(const Config& config);   // what the sampler drew from, replayed in the loss
 LogprobOptions reference_distribution(const Config& config);  // the same without filters
+// Whether the loss has a KL and filters are on: the KL compares with a reference without filters, and so wants the
+// current log-probs without filters beside the others.
+bool kl_needs_unfiltered(const Config& config);
 
 // How the layers are dealt to the stages of a pipeline.
 StageOptions stage_options(const Config& config);

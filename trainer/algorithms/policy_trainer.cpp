@@ -33,8 +33,11 @@ int64_t differing_bits(const at::Tensor& a, const at::Tensor& b, const at::Tenso
   return count;
 }
 
-void check_finite(const at::Tensor& logprobs, const at::Tensor& mask, const MicroBatch& batch) {
-  const at::Tensor bad = at::logical_and(at::logical_not(at::isfinite(logprobs.detach())), mask > 0);
+// With `filters` the log-prob of a token that they drop is -infinity.
+void check_finite(const at::Tensor& logprobs, const at::Tensor& mask, const MicroBatch& batch, bool filters) {
+  at::Tensor good = at::isfinite(logprobs.detach());
+  if (filters) good = at::logical_or(good, at::isneginf(logprobs.detach()));
+  const at::Tensor bad = at::logical_and(at::logical_not(good), mask > 0);
   if (!bad.any().item<bool>()) return;
   throw_on_bad_ids(logprobs.device());
   const int64_t token = bad.nonzero()[0].item<int64_t>();
@@ -136,9 +139,13 @@ PolicyTrainer::Trained PolicyTrainer::loss_of(const TrainingBatch& batch, const 
                                               const ValidCounts& valid) const {
   const at::Device device = policy_.options().device;
   const at::Tensor current = response_logprobs(policy_, hidden, batch.micro_batch, distribution_);
-  check_finite(current, batch.mask.to(device), batch.micro_batch);
+  check_finite(current, batch.mask.to(device), batch.micro_batch, distribution_.filters());
   LossInputs inputs;
   inputs.current = current;
+  if (kl_needs_unfiltered(config_)) {
+    inputs.current_unfiltered = response_logprobs(policy_, hidden, batch.micro_batch, reference_distribution(config_));
+    check_finite(inputs.current_unfiltered, batch.mask.to(device), batch.micro_batch, /*filters=*/false);
+  }
   inputs.previous = batch.previous.to(device);
   inputs.generation = batch.generation.to(device);
   if (batch.reference.defined()) inputs.reference = batch.reference.to(device);
@@ -150,9 +157,11 @@ PolicyTrainer::Trained PolicyTrainer::loss_of(const TrainingBatch& batch, const 
   inputs.global_valid_tokens = valid.tokens;
   inputs.global_valid_sequences = valid.sequences;
   inputs.global_positive_tokens = valid.positive_tokens;
+  inputs.filters = distribution_.filters();
   Trained trained;
   trained.output = policy_loss(inputs, loss_);
   trained.logprobs = current.detach();
+  if (inputs.current_unfiltered.defined()) trained.unfiltered = inputs.current_unfiltered.detach();
   return trained;
 }
 
@@ -276,7 +285,7 @@ void PolicyTrainer::backward_passes(const OptimizerBatch& batch, const ValidCoun
       sums.compared_tokens += (compared > 0).sum().item<int64_t>();
       sums.mismatched_tokens += differing_bits(trained.logprobs, one.generation, compared);
     }
-    if (dump.wanted()) dump.add(one, trained.logprobs, trained.output.loss);
+    if (dump.wanted()) dump.add(one, trained.logprobs, trained.unfiltered, trained.output.loss);
     return trained.output.loss;
   };
   if (overlap_grad_reduce(config_)) work.before_last = [this] { optimizer_.reduce_in_next_backward(); };

@@ -74,7 +74,8 @@ class PolicyTrainer final {
                                        const Known& known);
 
   struct Trained {
-    at::Tensor logprobs;  // [T], detached
+    at::Tensor logprobs;    // [T], detached
+    at::Tensor unfiltered;  // likewise, where the KL has others (kl_needs_unfiltered); else undefined
     LossOutput output;
   };
   // The loss of a micro-batch from its hidden states, not differentiated yet.

@@ -35,6 +35,7 @@ class DumpedBatch final {
     const auto& metadata = file_.header().metadata;
     LossInputs in;
     in.current = get("current_logprobs");
+    if (has("unfiltered_logprobs")) in.current_unfiltered = get("unfiltered_logprobs");
     in.previous = get("previous_logprobs");
     in.generation = get("generation_logprobs");
     if (has("reference_logprobs")) in.reference = get("reference_logprobs");
@@ -83,12 +84,16 @@ class DumpedBatch final {
 };
 
 // The model's log-probs in place of the dumped ones, and how they differ from these and from the sampler's.
-void compute_again(const Model& model, const DumpedBatch& batch, const LogprobOptions& distribution, LossInputs& in,
+void compute_again(const Model& model, const DumpedBatch& batch, const Config& config, LossInputs& in,
                    ReplayResult& result) {
-  const at::Tensor recomputed =
-      response_logprobs(model, batch.micro_batch(), distribution).to(at::kCPU, at::kFloat).contiguous();
-  result.largest_logprob_error =
-      std::max(result.largest_logprob_error, (recomputed - in.current.to(at::kFloat)).abs().max().item<double>());
+  const auto compute = [&](const LogprobOptions& distribution) {
+    return response_logprobs(model, batch.micro_batch(), distribution).to(at::kCPU, at::kFloat).contiguous();
+  };
+  const at::Tensor recomputed = compute(sampling_distribution(config));
+  const at::Tensor dumped = in.current.to(at::kFloat);
+  // Both -infinity where the filters dropped a token.
+  const at::Tensor error = (recomputed - dumped).abs().masked_fill(recomputed == dumped, 0);
+  result.largest_logprob_error = std::max(result.largest_logprob_error, error.max().item<double>());
   const at::Tensor sampled = in.generation.to(at::kFloat).contiguous();
   const at::Tensor versions = batch.versions();
   for (int64_t i = 0; i < recomputed.numel(); ++i) {
@@ -104,6 +109,7 @@ void compute_again(const Model& model, const DumpedBatch& batch, const LogprobOp
     of.differing += differs;
   }
   in.current = recomputed;
+  if (in.current_unfiltered.defined()) in.current_unfiltered = compute(reference_distribution(config));
 }
 
 // In which the run combined experts: as the dump says, of older ones as the configuration does.
@@ -130,7 +136,6 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
   }
   const Config config = load_config_text(metadata.at("config"), {}, nullptr, dump.string() + " (config)");
   const LossOptions options = loss_options(config);
-  const LogprobOptions distribution = sampling_distribution(config);
   std::unique_ptr<Model> model;
   if (!model_dir.empty()) {
     ModelOptions frozen;
@@ -147,7 +152,8 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
   for (int64_t m = 0; m < result.micro_batches; ++m) {
     const DumpedBatch batch(file, m);
     LossInputs in = batch.loss_inputs();
-    if (model) compute_again(*model, batch, distribution, in, result);
+    in.filters = sampling_distribution(config).filters();
+    if (model) compute_again(*model, batch, config, in, result);
     const LossOutput output = policy_loss(in, options);
     const double loss = output.loss.item<double>();
     const double dumped = batch.get("loss").item<double>();

@@ -97,14 +97,14 @@ PromptsAhead::PromptsAhead(PromptStream& stream, const RolloutLengths* lengths, 
                            uint64_t next_sample_id)
     : stream_(stream),
       lengths_(lengths),
-      max_epochs_(config.max_num_epochs),
+      rows_(stream.rows_of_epochs(config.max_num_epochs, prompts_per_round(config))),
       group_size_(config.num_generations_per_prompt),
       first_group_(static_cast<int64_t>(next_sample_id) / config.num_generations_per_prompt),
       first_sample_id_(next_sample_id),
-      place_{stream.state(), stream.epoch(), next_sample_id, stream.skipped_long()} {}
+      place_{stream.state(), stream.drawn(), next_sample_id, stream.skipped_long()} {}
 
 std::optional<CarriedPrompt> PromptsAhead::next(int64_t group, bool needed) {
-  if (!needed && stream_.epoch() >= max_epochs_) return std::nullopt;
+  if (!needed && stream_.drawn() >= rows_) return std::nullopt;
   CarriedPrompt prompt;
   prompt.example = stream_.next();
   if (lengths_ != nullptr) {
@@ -112,7 +112,7 @@ std::optional<CarriedPrompt> PromptsAhead::next(int64_t group, bool needed) {
     for (int64_t i = 0; i < group_size_; ++i) prompt.forced_lengths.push_back(lengths_->output_of(group, i));
   }
   const auto next_sample_id = first_sample_id_ + static_cast<uint64_t>((group + 1 - first_group_) * group_size_);
-  ahead_[group] = {stream_.state(), stream_.epoch(), next_sample_id, stream_.skipped_long()};
+  ahead_[group] = {stream_.state(), stream_.drawn(), next_sample_id, stream_.skipped_long()};
   return prompt;
 }
 

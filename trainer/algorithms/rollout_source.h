@@ -30,7 +30,7 @@ struct SavedGroups {
 // In the data, behind the groups of the steps that were collected.
 struct DataPlace {
   nlohmann::json prompts;  // PromptStream::state()
-  int64_t epoch = 0;
+  int64_t drawn = 0;       // rows ahead of it, since the start
   uint64_t next_sample_id = 0;
   int64_t skipped_long = 0;  // prompts, since the start
 };
@@ -105,8 +105,10 @@ class PromptsAhead final {
   PromptsAhead(PromptStream& stream, const RolloutLengths* lengths, const GrpoConfig& config, uint64_t next_sample_id);
 
   int64_t first_group() const { return first_group_; }
-  // Of a group, asked once each, in order; nothing where the last epoch has ended, unless the group is `needed`.
+  // Of a group, asked once each, in order; nothing behind the run's rows, unless the group is `needed`.
   std::optional<CarriedPrompt> next(int64_t group, bool needed);
+  // Whether the run has rows behind the groups that were collected.
+  bool has_rows() const { return place_.drawn < rows_; }
   // The groups up to and with `last` have been collected.
   void collected(int64_t last);
   const DataPlace& place() const { return place_; }
@@ -114,7 +116,7 @@ class PromptsAhead final {
  private:
   PromptStream& stream_;
   const RolloutLengths* lengths_;
-  const int64_t max_epochs_, group_size_, first_group_;
+  const int64_t rows_, group_size_, first_group_;
   const uint64_t first_sample_id_;
   DataPlace place_;
   std::map<int64_t, DataPlace> ahead_;

@@ -31,7 +31,8 @@ std::vector<double> kls_of_tokens(const Sample& s, const std::vector<uint8_t>& m
   TRIREME_CHECK(s.reference_logprobs.size() == mask.size() && previous.size() == mask.size(),
                 "a KL in rewards needs reference log-probs of every sample");
   for (size_t t = 0; t < mask.size(); ++t) {
-    kl.push_back(mask[t] != 0 ? token_kl(previous[t], s.reference_logprobs[t], estimator) : 0);
+    const bool counts = mask[t] != 0 && !std::isinf(previous[t]);  // not where the filters dropped the token
+    kl.push_back(counts ? token_kl(previous[t], s.reference_logprobs[t], estimator) : 0);
     sum += kl.back();
   }
   return kl;
@@ -52,7 +53,8 @@ void mask_mismatched_samples(std::vector<Sample>& samples, double threshold) {
     double error = 0, tokens = 0;
     for (size_t t = 0; t < s.previous_logprobs.size(); ++t) {
       if (!s.counts(t)) continue;
-      error += std::exp(std::abs(s.generation_logprobs[t] - s.previous_logprobs[t]));
+      const float previous = std::isinf(s.previous_logprobs[t]) ? 0 : s.previous_logprobs[t];
+      error += std::exp(std::abs(s.generation_logprobs[t] - previous));
       tokens += 1;
     }
     if (tokens > 0 && !(error / tokens <= threshold)) s.loss_multiplier = 0;
@@ -144,7 +146,7 @@ MetricSums take_kl_off_advantages(std::vector<TrainingBatch*> batches, double pe
     const at::Tensor valid = b->mask > 0;
     const at::Tensor mask = valid.to(at::kDouble), zero = at::zeros_like(mask);
     const at::Tensor kl = at::where(
-        valid,
+        at::logical_and(valid, at::logical_not(at::isneginf(b->previous))),  // not where the filters dropped the token
         kl_estimate(b->previous.to(at::kDouble), b->reference.to(at::kDouble), estimator, kInputClamp, kOutputClamp),
         zero);
     b->advantages = b->advantages.to(at::kDouble) - penalty * kl;

@@ -16,7 +16,8 @@ namespace trireme {
 // Raw rewards -> scaled and shaped rewards, loss multipliers. Pure.
 void assign_rewards(std::vector<Sample>& samples, const Config& config);
 
-// Samples whose mean exp(|generation - previous log-prob|) over valid tokens exceeds `threshold` leave the loss. Pure.
+// Samples whose mean exp(|generation - previous log-prob|) over valid tokens exceeds `threshold` leave the loss. Of a
+// token that the filters dropped, whose previous log-prob is -infinity, 0 is taken in its place. Pure.
 void mask_mismatched_samples(std::vector<Sample>& samples, double threshold);
 
 // Calls `visit` with the samples that are `wanted`, in their order, as if they were all; not where none is. Collective

@@ -207,15 +207,13 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer(load_tokenizer(config, options.hf_home, model_dir)),
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
+      absences_(context, reporting),
       fault_(options.fault),
       stop_signal_(options.stop_signal),
       on_ready_(options.on_ready),
       checkpoint_on_stop_(options.checkpoint_on_stop),
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
   watch_phases();
-  context.set_on_absent([this](const std::vector<int>& ranks) {
-    if (ranks.front() < context.world_size()) reporting.stuck(ranks.front());
-  });
   reporting.phase("start", 0);
   check_agreement(config, context);
   if (context.critic_ranks() > 0) critic_link = std::make_unique<CriticLink>(context, config);
@@ -297,8 +295,9 @@ void Session::make_checkpoints(const TrainOptions& options, const ModelConfig* c
   checkpoints = std::make_unique<CheckpointManager>(checkpoint, fingerprint, context);
   checkpoints->on_wait = [this] { heartbeat(); };
   if (critic_link != nullptr) {  // no checkpoint of the actor without its critic's
-    checkpoints->before_commit = [this](int64_t step, const std::atomic<bool>& cancelled) {
-      critic_link->wait_saved(step, cancelled);
+    checkpoints->before_commit = [this](int64_t step, const std::atomic<bool>& cancelled,
+                                        const std::function<void()>& moves) {
+      critic_link->wait_saved(step, cancelled, moves);
     };
   }
   optimizer->before_update = [this] {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "trainer/algorithms/critic_role.h"
 #include "trainer/algorithms/failure.h"
@@ -66,6 +67,22 @@ struct CriticState {
   std::filesystem::path model_dir;
   std::unique_ptr<Model> model;
   std::unique_ptr<DistributedAdamW> optimizer;
+};
+
+// While there is one, the ranks that the context's thread finds absent are reported.
+class AbsenceReports final {
+ public:
+  AbsenceReports(ParallelContext& context, Reporting& reporting) : context_(context) {
+    context.set_on_absent([&](const std::vector<int>& ranks) {
+      if (ranks.front() < context.world_size()) reporting.stuck(ranks.front());
+    });
+  }
+  ~AbsenceReports() { context_.set_on_absent({}); }
+  AbsenceReports(const AbsenceReports&) = delete;
+  AbsenceReports& operator=(const AbsenceReports&) = delete;
+
+ private:
+  ParallelContext& context_;
 };
 
 class Session final {
@@ -131,6 +148,7 @@ class Session final {
     context.set_on_phase([this](const std::string& phase) { cause_kill(fault_, step_, phase, context); });
   }
 
+  const AbsenceReports absences_;  // behind what it reports to, before which it ends
   const Fault fault_;
   int64_t step_ = 0;
   const std::atomic<int>* stop_signal_;

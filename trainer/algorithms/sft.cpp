@@ -61,7 +61,8 @@ class SftLoop final {
     if (s.val_at_start && step_ == 0) session_.reporting.log_validation(0, {{"validation/loss", validate()}});
     TrainSummary summary;
     session_.timer.start_step();
-    while (step_ < s.max_num_steps && stream_.epoch() < s.max_num_epochs && !good_enough()) {
+    const int64_t rows = stream_.rows_of_epochs(s.max_num_epochs, config_.policy.train_global_batch_size);
+    while (step_ < s.max_num_steps && stream_.drawn() < rows && !good_enough()) {
       one_step();
       if (session_.should_stop() && step_ < s.max_num_steps && !good_enough()) {
         if (session_.checkpoint_on_stop()) save();
@@ -118,6 +119,13 @@ class SftLoop final {
                               ranks.size())[static_cast<size_t>(ranks.rank())];
   }
 
+  static double valid_tokens(const SftBatch& batch) {
+    double tokens = 0;
+    for (const auto& mask : batch.loss_mask)
+      tokens += static_cast<double>(std::count(mask.begin(), mask.end(), uint8_t{1}));
+    return tokens;
+  }
+
   static at::Tensor token_mask(const SftBatch& batch, const Members& members) {
     std::vector<float> flat;
     for (const int64_t i : members) {
@@ -131,9 +139,7 @@ class SftLoop final {
   // `train`. Alike on all ranks of a split model. Its sum over replicas is the caller's, after the optimizer step:
   // backward may have begun collectives, which come in one order on all ranks, also on one without a micro-batch.
   double forward(const SftBatch& batch, bool train) {
-    double tokens = 0;
-    for (const auto& mask : batch.loss_mask)
-      tokens += static_cast<double>(std::count(mask.begin(), mask.end(), uint8_t{1}));
+    const double tokens = valid_tokens(batch);
     Model& policy = *session_.policy;
     std::vector<MicroBatch> micro_batches;
     for (const Members& members : own_micro_batches(batch, train)) {
@@ -219,19 +225,22 @@ class SftLoop final {
     }
   }
 
+  // The mean over valid tokens, however they are batched.
   double validate() {
     session_.reporting.phase("validation", step_);
-    double sum = 0;
-    int64_t batches = 0, next = 0;
-    for (; batches < config_.sft.val_batches && next < datasets_.validation->size(); ++batches) {
+    double sum = 0, tokens = 0;
+    int64_t next = 0;
+    for (int64_t batches = 0; batches < config_.sft.val_batches && next < datasets_.validation->size(); ++batches) {
       SftBatch batch;
       while (static_cast<int64_t>(batch.samples.size()) < config_.sft.val_global_batch_size &&
              next < datasets_.validation->size()) {
         if (auto example = datasets_.validation->example(next++)) add(batch, std::move(*example));
       }
-      sum += session_.context.group(Axis::kDp).all_reduce_sum(forward(batch, false));
+      const double of_batch = valid_tokens(batch);
+      sum += of_batch * session_.context.group(Axis::kDp).all_reduce_sum(forward(batch, false));
+      tokens += of_batch;
     }
-    last_validation_ = batches > 0 ? sum / static_cast<double>(batches) : 0;
+    last_validation_ = tokens > 0 ? sum / tokens : 0;
     validated_step_ = step_;
     measured_["validation/loss"] = *last_validation_;
     if (session_.context.is_main())

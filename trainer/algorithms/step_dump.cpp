@@ -7,7 +7,8 @@
 
 namespace trireme {
 
-void StepDump::add(const TrainingBatch& batch, const at::Tensor& logprobs, const at::Tensor& loss) {
+void StepDump::add(const TrainingBatch& batch, const at::Tensor& logprobs, const at::Tensor& unfiltered,
+                   const at::Tensor& loss) {
   const MicroBatch& micro = batch.micro_batch;
   const std::string prefix = "micro_batch." + std::to_string(micro_batches_++) + ".";
   const auto keep = [&](const char* name, at::Tensor tensor) {
@@ -25,6 +26,7 @@ void StepDump::add(const TrainingBatch& batch, const at::Tensor& logprobs, const
   keep("generation_logprobs", batch.generation);
   keep("previous_logprobs", batch.previous);
   keep("current_logprobs", logprobs.to(at::kCPU));
+  if (unfiltered.defined()) keep("unfiltered_logprobs", unfiltered.to(at::kCPU));
   keep("loss", loss.detach().to(at::kCPU, at::kDouble).reshape({1}));
   if (batch.reference.defined()) keep("reference_logprobs", batch.reference);
   if (batch.positive.defined()) keep("positive", batch.positive);

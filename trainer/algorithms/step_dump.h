@@ -15,8 +15,10 @@ class StepDump final {
   explicit StepDump(std::string path) : path_(std::move(path)) {}  // empty: nothing is kept or written
 
   bool wanted() const { return !path_.empty(); }
-  // A trained micro-batch: `logprobs` [T] of the forward that was differentiated, and its loss.
-  void add(const TrainingBatch& batch, const at::Tensor& logprobs, const at::Tensor& loss);
+  // A trained micro-batch: `logprobs` [T] of the forward that was differentiated, `unfiltered` those of the KL where it
+  // has others (else undefined), and its loss.
+  void add(const TrainingBatch& batch, const at::Tensor& logprobs, const at::Tensor& unfiltered,
+           const at::Tensor& loss);
   // With the norm of each parameter's gradient (this rank's sums) and what they were divided by. Throws Error(kIo).
   void write(Model& policy, const ValidCounts& valid, const Config& config);
 

@@ -65,7 +65,8 @@ at::Tensor tokens_of_version(const std::vector<Sample>& samples, const Members& 
 void mask_mismatched_sequences(TrainingBatch& b, double threshold) {
   const at::Tensor& sequence = b.micro_batch.sequence;
   const int64_t count = b.sequence_mask.size(0);
-  const at::Tensor error = (b.generation - b.previous).abs().exp();
+  const at::Tensor previous = b.previous.masked_fill(at::isneginf(b.previous), 0);
+  const at::Tensor error = (b.generation - previous).abs().exp();
   const at::Tensor sums = at::zeros({count}, error.options()).index_add(0, sequence, error * b.mask);
   const at::Tensor tokens = at::zeros({count}, error.options()).index_add(0, sequence, b.mask).clamp_min(1);
   const at::Tensor keep = (sums / tokens <= threshold).to(at::kFloat);

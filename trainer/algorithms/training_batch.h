@@ -37,7 +37,8 @@ TrainingBatch make_training_batch(const std::vector<Sample>& samples, const Memb
 // [T] float32: 1 in the responses of samples that weights of `version` drew (Sample::is_of).
 at::Tensor tokens_of_version(const std::vector<Sample>& samples, const Members& members, int64_t version);
 
-// Sequences whose mean exp(|generation - previous|) exceeds `threshold` leave the loss.
+// Sequences whose mean exp(|generation - previous|) exceeds `threshold` leave the loss. Of a token that the filters
+// dropped, whose previous log-prob is -infinity, 0 is taken in its place.
 void mask_mismatched_sequences(TrainingBatch& batch, double threshold);
 
 }  // namespace trireme

@@ -131,10 +131,12 @@ void BackgroundSave::write_all() {
       }
       if (piece.block != nullptr) pool_.release(piece.block);
       written_ += piece.bytes;
-      if (!piece.last) continue;
-      sink->finish();
-      sink = nullptr;
-      ++done;
+      if (piece.last) {
+        sink->finish();
+        sink = nullptr;
+        ++done;
+      }
+      if (work_.written) work_.written();
     }
     // A reader that failed has left its error.
     if (done == work_.files.size() && !cancelled_.load()) work_.commit(cancelled_);

@@ -32,6 +32,7 @@ class BackgroundSave final {
     std::filesystem::path folder;
     OpenSink open;
     std::function<void()> prepare;  // on the writing thread: makes folders, writes small files
+    std::function<void()> written;  // there too, after each block, the last of a file is durable then
     std::function<void(const std::atomic<bool>& cancelled)> commit;  // there too, when all files are durable
     std::function<void(const std::exception&)> failed;               // there too, when any of it went wrong
   };

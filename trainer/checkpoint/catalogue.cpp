@@ -20,6 +20,18 @@ std::optional<int64_t> step_of(const fs::path& path) {
   return parse_int(std::string_view(name).substr(5));
 }
 
+// Those of checkpoints. A folder that cannot be read to its end is not taken for one that holds less.
+std::vector<fs::path> step_folders(const fs::path& directory) {
+  std::vector<fs::path> found;
+  std::error_code error;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
+    if (step_of(entry->path())) found.push_back(entry->path());
+  }
+  const bool missing = error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory;
+  if (error && !missing) fail_io("cannot list the checkpoints in " + directory.string() + ": " + error.message());
+  return found;
+}
+
 }  // namespace
 
 CheckpointInfo read_checkpoint(const fs::path& path) {
@@ -58,19 +70,24 @@ CheckpointInfo read_checkpoint(const fs::path& path) {
 
 std::vector<CheckpointInfo> list_checkpoints(const fs::path& directory, std::vector<std::string>* warnings) {
   std::vector<CheckpointInfo> found;
-  std::error_code missing;
-  for (const auto& entry : fs::directory_iterator(directory, missing)) {
-    if (!step_of(entry.path())) continue;
+  for (const fs::path& path : step_folders(directory)) {
     try {
-      found.push_back(read_checkpoint(entry.path()));
+      found.push_back(read_checkpoint(path));
     } catch (const Error& error) {
       if (warnings != nullptr)
-        warnings->push_back("ignoring the incomplete checkpoint " + entry.path().string() + ": " + error.what());
+        warnings->push_back("ignoring the incomplete checkpoint " + path.string() + ": " + error.what());
     }
   }
   std::sort(found.begin(), found.end(),
             [](const CheckpointInfo& a, const CheckpointInfo& b) { return a.step < b.step; });
   return found;
+}
+
+std::vector<int64_t> checkpoint_steps(const fs::path& directory) {
+  std::vector<int64_t> steps;
+  for (const fs::path& path : step_folders(directory)) steps.push_back(*step_of(path));
+  std::sort(steps.begin(), steps.end());
+  return steps;
 }
 
 namespace {
@@ -106,13 +123,14 @@ std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoi
   return removed;
 }
 
-std::vector<int64_t> steps_not_among(const std::vector<CheckpointInfo>& checkpoints,
-                                     const std::vector<CheckpointInfo>& others, int64_t newest) {
+std::vector<int64_t> steps_not_among(const std::vector<int64_t>& steps, const std::vector<int64_t>& others,
+                                     int64_t newest) {
   std::vector<int64_t> removed;
   if (others.empty()) return removed;
-  for (const CheckpointInfo& info : checkpoints) {
-    const auto same = [&](const CheckpointInfo& other) { return other.step == info.step; };
-    if (info.step != newest && std::none_of(others.begin(), others.end(), same)) removed.push_back(info.step);
+  const int64_t newest_other = *std::max_element(others.begin(), others.end());
+  for (const int64_t step : steps) {
+    const bool kept = step == newest || step > newest_other || std::count(others.begin(), others.end(), step) > 0;
+    if (!kept) removed.push_back(step);
   }
   return removed;
 }

@@ -118,6 +118,7 @@ struct CheckpointManager::Pending {
   std::map<std::string, std::string> indexes;  // of each model's weights, by its folder; may be empty
   double wait_seconds = 0;
   bool told = false;                       // by take_saved()
+  SteadyClock::time_point next_sign{};     // of life to the others; the writing thread's own
   std::atomic<bool> others_failed{false};  // rank 0: another rank's part will not come
   std::atomic<bool> peer_failed{false};    // rank 0: what it waits for before the commit will not come
   std::unique_ptr<BackgroundSave> save;    // last: its threads use the rest
@@ -140,7 +141,9 @@ CheckpointManager::~CheckpointManager() {
   on_wait = nullptr;  // what it speaks to may be gone
   if (pending_ == nullptr) return;
   try {
-    if (context_.job_size() == 1) wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); });
+    Patience own = patience();
+    if (context_.job_size() == 1)
+      wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); }, own);
   } catch (const std::exception& error) {
     log_warn("checkpoint", error.what());
   }
@@ -303,6 +306,7 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
     write_file_atomic(p.temporary / "config.yaml", config_yaml);
     for (const auto& [name, bytes] : files) write_file_atomic(p.temporary / name, bytes);
   };
+  work.written = [this, &p] { report_moving(p); };
   work.commit = [this, &p](const std::atomic<bool>& cancelled) {
     report_part(p.number, "");
     if (!context_.is_main()) return;
@@ -333,17 +337,27 @@ void CheckpointManager::report_part(int64_t number, const std::string& error) {
   store->add(key(number, "parts"), 1);
 }
 
+// Whoever waits for this save is patient while these come.
+void CheckpointManager::report_moving(Pending& pending) {
+  const auto now = SteadyClock::now();
+  if (now < pending.next_sign) return;
+  pending.next_sign = now + std::clamp(options_.patience / 60, Milliseconds(1), Milliseconds(1000));
+  if (JobStore* store = context_.store()) (void)store->add(key(pending.number, "moved"), 1);
+  if (on_written) on_written();
+}
+
 void CheckpointManager::wait_for_parts(Pending& pending, const std::atomic<bool>& cancelled) {
   JobStore* store = context_.store();
   if (store == nullptr) return;
-  const Deadline deadline = Deadline::after(options_.patience);
+  Patience patience(options_.patience);
   for (Milliseconds pause(5); !cancelled.load(); pause = std::min(2 * pause, Milliseconds(100))) {
     if (store->add(key(pending.number, "parts"), 0) >= context_.world_size()) return;
     if (store->has(key(pending.number, "failed"))) {
       pending.others_failed.store(true);
       fail_io("rank " + store->get(key(pending.number, "failed")) + " could not write its part");
     }
-    if (deadline.passed()) break;
+    patience.moved(store->add(key(pending.number, "moved"), 0));
+    if (patience.passed()) break;
     std::this_thread::sleep_for(pause);
   }
   if (cancelled.load()) return;
@@ -351,14 +365,14 @@ void CheckpointManager::wait_for_parts(Pending& pending, const std::atomic<bool>
   for (int rank = 0; rank < context_.world_size(); ++rank) {
     if (!store->has(key(pending.number, "part-" + std::to_string(rank)))) ranks += " " + std::to_string(rank);
   }
-  fail_io("after " + std::to_string(options_.patience.count() / 1000) +
-          " s the part of these ranks is not written:" + ranks);
+  fail_io("nothing has been written for " + std::to_string(patience.seconds()) +
+          " s, and the part of these ranks is not written:" + ranks);
 }
 
 void CheckpointManager::wait_for_peer(Pending& pending, const std::atomic<bool>& cancelled) {
   if (!before_commit || cancelled.load()) return;
   try {
-    before_commit(pending.step, cancelled);
+    before_commit(pending.step, cancelled, [&] { report_moving(pending); });
   } catch (const std::exception&) {
     pending.peer_failed.store(true);
     throw;
@@ -366,7 +380,7 @@ void CheckpointManager::wait_for_peer(Pending& pending, const std::atomic<bool>&
 }
 
 // Under the fence: whoever takes the folder finds this checkpoint whole, or never.
-void CheckpointManager::commit(const Pending& pending) {
+void CheckpointManager::commit(Pending& pending) {
   for (const auto& [folder, index] : pending.indexes) {
     if (!index.empty()) write_file_atomic(pending.temporary / folder / "weights" / kShardIndex, index);
   }
@@ -379,6 +393,7 @@ void CheckpointManager::commit(const Pending& pending) {
   manifest["files"] = std::move(files);
   write_file_atomic(pending.temporary / "manifest.json", manifest.dump(1));
   sync_tree(pending.temporary);
+  report_moving(pending);
   fence_->guard([&] {
     fs::remove_all(pending.target);  // the same step saved again after a resume
     fs::rename(pending.temporary, pending.target);
@@ -388,15 +403,23 @@ void CheckpointManager::commit(const Pending& pending) {
 }
 
 // `newest`: kept where another directory is followed, which does not have it yet.
+std::vector<int64_t> CheckpointManager::steps_to_prune(int64_t newest) const {
+  if (!options_.follows.empty())
+    return steps_not_among(checkpoint_steps(options_.directory), checkpoint_steps(options_.follows), newest);
+  return steps_to_remove(list_checkpoints(options_.directory), options_.metric_name, options_.higher_is_better,
+                         options_.keep_top_k);
+}
+
+// Throws nothing: what has been saved is durable, whatever becomes of what is older.
 void CheckpointManager::prune(int64_t newest) {
-  const std::vector<CheckpointInfo> all = list_checkpoints(options_.directory);
-  const bool follows = !options_.follows.empty();
-  for (const int64_t old :
-       follows ? steps_not_among(all, list_checkpoints(options_.follows), newest)
-               : steps_to_remove(all, options_.metric_name, options_.higher_is_better, options_.keep_top_k)) {
-    std::error_code error;
-    fs::remove_all(options_.directory / ("step_" + std::to_string(old)), error);
-    if (error) log_warn("checkpoint", "cannot remove step_" + std::to_string(old) + ": " + error.message());
+  try {
+    for (const int64_t old : steps_to_prune(newest)) {
+      std::error_code error;
+      fs::remove_all(options_.directory / ("step_" + std::to_string(old)), error);
+      if (error) log_warn("checkpoint", "cannot remove step_" + std::to_string(old) + ": " + error.message());
+    }
+  } catch (const std::exception& error) {
+    log_warn("checkpoint", std::string("older checkpoints are kept: ") + error.what());
   }
 }
 
@@ -405,36 +428,62 @@ void CheckpointManager::tidy() {
   fence_->guard([this] { prune(/*newest=*/-1); });
 }
 
-// In slices: who watches the run hears that it goes on, and a disk that stands still is an error.
-void CheckpointManager::wait_while(const std::function<bool(Milliseconds)>& done) {
-  constexpr Milliseconds kSlice{1000};
-  // Rank 0's own wait for the others comes first: it names them.
-  const Milliseconds patience = options_.patience + options_.patience / 4 + kSlice;
-  int64_t moved = -1;
-  auto since = SteadyClock::now();
-  while (!done(kSlice)) {
-    if (pending_->save->moved() != moved) {
-      moved = pending_->save->moved();
-      since = SteadyClock::now();
+// Of the training thread. Rank 0's writing thread, which waits for the others, loses its own first: it names them.
+Patience CheckpointManager::patience() const {
+  return Patience(options_.patience + options_.patience / 4 + Milliseconds(1000));
+}
+
+// Bytes of this rank, and signs of life of all: only whether it grows counts.
+int64_t CheckpointManager::moved(bool of_others) const {
+  JobStore* store = of_others ? context_.store() : nullptr;
+  return pending_->save->moved() + (store == nullptr ? 0 : store->add(key(pending_->number, "moved"), 0));
+}
+
+// In slices: who watches the run hears that it goes on, and a disk that stands still is an error. A save of rank 0 goes
+// on while those that it waits for do.
+void CheckpointManager::wait_while(const std::function<bool(Milliseconds)>& done, Patience& patience) {
+  while (!done(Milliseconds(1000))) {
+    if (patience.moved(moved(/*of_others=*/context_.is_main()))) {
       if (on_wait) on_wait();
-    } else if (SteadyClock::now() - since > patience) {
-      fail_io(pending_->what() + ": nothing has been written for " + std::to_string(patience.count() / 1000) +
+    } else if (patience.passed()) {
+      fail_io(pending_->what() + ": nothing has been written for " + std::to_string(patience.seconds()) +
               " s; the disk or its server does not answer");
     }
+  }
+}
+
+// Returns when the save has ended on all ranks. The deadline of a collective is not for it: a disk may be slow. Where
+// one fails or stands still, the collective that follows says who.
+void CheckpointManager::wait_for_others(Patience& patience) {
+  JobStore* store = context_.store();
+  if (store == nullptr) return;
+  const std::string ended = key(pending_->number, "ended");
+  Milliseconds pause(5);
+  for (int64_t ranks = store->add(ended, 1); ranks < context_.world_size(); ranks = store->add(ended, 0)) {
+    if (patience.moved(moved(/*of_others=*/true))) {
+      if (on_wait) on_wait();
+    } else if (patience.passed() || context_.failure_of_another()) {
+      return;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, Milliseconds(500));
   }
 }
 
 void CheckpointManager::wait_copied() {
   if (pending_ == nullptr) return;
   Stopwatch watch;
-  wait_while([this](Milliseconds time) { return pending_->save->wait_copied(time); });
+  Patience own = patience();
+  wait_while([this](Milliseconds time) { return pending_->save->wait_copied(time); }, own);
   pending_->wait_seconds += watch.seconds();
 }
 
 void CheckpointManager::end_pending(bool give_up) {
   if (give_up) pending_->save->cancel();
   Stopwatch watch;
-  wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); });
+  Patience own = patience();
+  wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); }, own);
+  wait_for_others(own);
   pending_->wait_seconds += watch.seconds();
   std::optional<Failure> failure;
   try {

@@ -26,8 +26,8 @@ namespace trireme {
 struct CheckpointOptions {
   std::filesystem::path directory;
   std::string folder = "policy";  // of the first model, in each checkpoint
-  // Another manager's directory, whose steps are kept here too, and no others; keep_top_k says nothing then. Empty:
-  // none.
+  // Another manager's directory, whose steps are kept here too, and no others but newer ones; keep_top_k says nothing
+  // then. Empty: none.
   std::filesystem::path follows;
   std::filesystem::path source_dir;  // tokenizer files and generation_config.json come from here
   std::string metric_name;           // "" : keep the newest
@@ -39,8 +39,9 @@ struct CheckpointOptions {
   // Host memory of this rank for what is copied and not written yet; 0: a share of half of what is available.
   int64_t staging_bytes = 0;
   int64_t staging_block_bytes = int64_t{64} << 20;
-  Milliseconds patience{600000};  // so long a save may stand still, and rank 0 waits for the others' parts
-  OpenSink open_file;             // empty: an AtomicFile
+  // So long a save may stand still, on its own rank and of others that a rank waits for.
+  Milliseconds patience{600000};
+  OpenSink open_file;  // empty: an AtomicFile
 };
 
 // A save that is done.
@@ -116,9 +117,13 @@ class CheckpointManager final {
 
   // Called about once a second in waits, as long as bytes move. May be empty.
   std::function<void()> on_wait;
+  // On each rank's writing thread, at most once a second, while it writes. May be empty.
+  std::function<void()> on_written;
   // On rank 0's writing thread: when all parts are written, before the checkpoint gets its name, which it does not when
-  // this throws; and when it has it. What before_commit throws is a peer's failure: its kind is kept. May be empty.
-  std::function<void(int64_t step, const std::atomic<bool>& cancelled)> before_commit;
+  // this throws; and when it has it. What before_commit throws is a peer's failure: its kind is kept. It calls `moves`
+  // as long as what it waits for goes on, so that the other ranks wait too. May be empty.
+  std::function<void(int64_t step, const std::atomic<bool>& cancelled, const std::function<void()>& moves)>
+      before_commit;
   std::function<void(int64_t step)> committed;
 
  private:
@@ -134,11 +139,16 @@ class CheckpointManager final {
   void together(const std::string& what, const std::optional<Failure>& own);
   Failure own_failure(const std::exception& error, bool of_peer = false) const;
   void end_pending(bool give_up);
-  void wait_while(const std::function<bool(Milliseconds)>& done);
+  Patience patience() const;
+  int64_t moved(bool of_others) const;
+  void wait_while(const std::function<bool(Milliseconds)>& done, Patience& patience);
+  void wait_for_others(Patience& patience);
   void report_part(int64_t number, const std::string& error);
+  void report_moving(Pending& pending);
   void wait_for_parts(Pending& pending, const std::atomic<bool>& cancelled);
   void wait_for_peer(Pending& pending, const std::atomic<bool>& cancelled);
-  void commit(const Pending& pending);
+  void commit(Pending& pending);
+  std::vector<int64_t> steps_to_prune(int64_t newest) const;
   void prune(int64_t newest);
   std::string key(int64_t number, const std::string& what) const;
   void load_from(const CheckpointInfo& info, const std::filesystem::path& folder, Model& model,

@@ -2,16 +2,15 @@
 
 #include <unistd.h>
 
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <random>
 
 #include "base/atomic_file.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/host.h"
 #include "base/log.h"
+#include "base/text.h"
 
 namespace trireme {
 namespace {
@@ -56,12 +55,7 @@ fs::path lock_of(const fs::path& directory) { return directory / ".fence.lock"; 
 
 }  // namespace
 
-std::string random_owner() {
-  std::random_device device;
-  char text[17];
-  std::snprintf(text, sizeof text, "%08x%08x", device(), device());
-  return text;
-}
+std::string random_owner() { return random_hex(); }
 
 Fence::Fence(fs::path directory, Claim claim) : directory_(std::move(directory)), claim_(std::move(claim)) {
   std::error_code problem;

@@ -36,6 +36,8 @@ int cli_main(int argc, char** argv) {
   action.sa_handler = on_signal;
   ::sigaction(SIGTERM, &action, nullptr);
   ::sigaction(SIGINT, &action, nullptr);
+  // Whoever started this may ignore it, which is inherited: then the kernel keeps no child's status to wait for.
+  ::signal(SIGCHLD, SIG_DFL);
   ignore_sigpipe();
   disable_flight_recorder();
 

@@ -292,14 +292,15 @@ struct ValueConfig : ModelTrainingConfig {  // of the critic; it reads the polic
 };
 
 struct DatasetConfig : RowLayout {
-  std::string dataset_name;             // a name of known_datasets(), or anything with data_path
-  std::string data_path;                // a file, a folder or a pattern
-  std::vector<std::string> mixture;     // (ours) "WEIGHT SOURCE" each, instead of the two
-  std::string split;                    // derived: the set's own, else train; of a mixture's sources each its own
-  int64_t repeat = 1;                   // times that each row counts
-  std::string env_name;                 // empty: every enabled env, weighted; else only that one
-  double split_validation_size = 0.05;  // of train, held out when validation names no data; rows when >= 1
-  int64_t seed = 42;                    // of the hold-out split
+  std::string dataset_name;                 // a name of known_datasets(), or anything with data_path
+  std::string data_path;                    // a file, a folder or a pattern
+  std::vector<std::string> mixture;         // (ours) "WEIGHT SOURCE" each, instead of the two
+  std::string split;                        // derived: the set's own, else train; of a mixture's sources each its own
+  int64_t repeat = 1;                       // times that each row counts
+  std::string env_name;                     // empty: every enabled env, weighted; else only that one
+  double split_validation_size = kDerived;  // of train, held out when validation names no data; rows when >= 1.
+                                            // derived: the known set's own, else 0
+  int64_t seed = 42;                        // of the hold-out split
 };
 
 struct DataConfig : PromptOptions {
@@ -512,6 +513,8 @@ bool gradients_in_fp32(const Config& config);
 // Ranks of the whole job: cluster.num_nodes * cluster.processes.
 int64_t world_size(const Config& config);
 int64_t data_parallel_size(const Config& config);
+// Prompts of one rollout, or of one round under dynamic sampling.
+int64_t prompts_per_round(const RolloutConfig& config);
 // Samples of one rollout: prompts * generations (* batch_multiplier under dynamic sampling, before filtering).
 int64_t samples_per_step(const Config& config);
 // Passes over each rollout: ppo.ppo_epochs, 1 of GRPO. Schedules move once a pass, as NeMo-RL's.

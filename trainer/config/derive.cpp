@@ -60,6 +60,14 @@ std::string default_split(const DatasetConfig& dataset) {
   return known ? known->split : "train";
 }
 
+// As NeMo-RL's classes of data sets have it: most of those that are known by name do not read what a file says.
+void derive_hold_out(DatasetConfig& train) {
+  const auto* known = config::find_dataset(train.dataset_name);
+  const bool whole_set = known && train.data_path.empty() && train.mixture.empty();
+  if (whole_set && known->held_out == 0) train.split_validation_size = 0;
+  fill(train.split_validation_size, known && train.mixture.empty() ? known->held_out : 0);
+}
+
 // `with_validation`: a set that is only named brings what it is validated on, as NeMo-RL's v0.3 has it.
 void derive_data(DataConfig& data, bool with_validation) {
   const auto* named = config::find_dataset(data.train.dataset_name);
@@ -72,6 +80,7 @@ void derive_data(DataConfig& data, bool with_validation) {
   for (DatasetConfig* dataset : {&data.train, &data.validation}) {
     if (dataset->mixture.empty()) fill_text(dataset->split, default_split(*dataset));
   }
+  derive_hold_out(data.train);
   if (!names_data(data.validation)) {
     // Held out of the training file, so with its columns.
     fill_text(data.validation.input_key, data.train.input_key);

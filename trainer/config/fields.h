@@ -109,7 +109,6 @@ struct FeatureKey {
     kSet,       // anything but null, false, 0, "", [] or {}
     kEnabled,   // its key `enabled` is true
     kAboveOne,  // a number above 1
-    kFalse,     // false
     kIs,        // `value`
     kList,      // a list instead of a mapping
     kGrades,    // an environment that data's env_name names
@@ -168,8 +167,9 @@ struct KnownDataset {
   std::vector<std::string> train_files = {};        // below the snapshot, where the file is not named for the split
   std::string system_key = {};
   std::string split = "train";  // where a file names none
+  double held_out = 0;          // by default, a share; 0: nothing of the whole set, whatever a file says
   // What v0.3 validates on when a file names only this set: a known set, its split, how often each row counts. Empty:
-  // rows held out.
+  // nothing.
   std::string validation_set = {}, validation_split = {};
   int64_t validation_repeat = 1;
 };

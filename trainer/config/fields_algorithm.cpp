@@ -9,7 +9,7 @@ void add_grpo(std::vector<Field>& table) {
   ROLLOUT(num_prompts_per_step)("prompts of one rollout").at_least(1);
   ROLLOUT(num_generations_per_prompt)("responses to each prompt: the size of a group").at_least(1);
   ROLLOUT(max_rollout_turns)("turns of a conversation; 1 is supported").at_least(1);
-  ROLLOUT(max_num_epochs)("passes over the training data, at most").at_least(1);
+  ROLLOUT(max_num_epochs)("passes over the training data, at most; each counts its whole batches").at_least(1);
   ROLLOUT(max_num_steps)("steps, at most").at_least(0);
   KEY(grpo.normalize_rewards)("divide advantages by the group's standard deviation");
   KEY(grpo.use_leave_one_out_baseline)("a sample's own reward is left out of its baseline and standard deviation");
@@ -132,7 +132,7 @@ void add_ppo(std::vector<Field>& table) {
 }
 
 void add_sft(std::vector<Field>& table) {
-  KEY(sft.max_num_epochs)("passes over the training data, at most").at_least(1);
+  KEY(sft.max_num_epochs)("passes over the training data, at most; each counts its whole batches").at_least(1);
   KEY(sft.max_num_steps)("optimizer steps, at most").at_least(0);
   KEY(sft.val_period)("steps between validations; 0 or -1: never").at_least(-1);
   KEY(sft.val_batches)("batches of a validation, at most").at_least(1);

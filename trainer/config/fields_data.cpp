@@ -35,9 +35,21 @@ void add_data(std::vector<Field>& table) {
   OURS(data.max_bad_lines)("malformed lines that may be skipped before the run stops").at_least(0);
   OURS(data.fail_on_long_prompt)("a prompt longer than max_input_seq_length stops the run instead");
   OURS(data.apply_chat_template)("render prompts with the chat template; false: as they stand in the file");
+  KEY(data.add_bos)
+  ("SFT: the tokenizer's bos_token, if it has one, goes before a conversation whose chat template does not write it");
+  KEY(data.add_generation_prompt)
+  ("SFT: the chat template's header of a response counts as a part of the prompt; false: of the response, and is "
+   "learnt");
+  KEY(data.add_eos)
+  ("SFT: the end token goes behind a conversation that, line feeds apart, does not end with it");
+  OURS(data.drop_line_feeds)
+  ("SFT: line feeds at the end of a conversation, as ChatML has one behind its end token, are left out");
   DATASET(train);
   KEY(data.train.split_validation_size)
-  ("held out for validation where data.validation names no data: a share, or rows when 1 or more").at_least(0);
+  ("held out for validation where data.validation names no data: a share, or rows when 1 or more; without effect where "
+   "dataset_name alone names a known data set other than OpenMathInstruct-2")
+      .from("0.05 of OpenMathInstruct-2, else 0")
+      .at_least(0);
   KEY(data.train.seed)("seed of the hold-out").at_least(0).null_default();
   DATASET(validation);
 }

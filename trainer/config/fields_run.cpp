@@ -63,7 +63,7 @@ void add_cluster(std::vector<Field>& table) {
   KEY(cluster.num_nodes)("nodes").at_least(1);
   OURS(cluster.processes)("ranks on each node").from("cluster.gpus_per_node").at_least(1);
   OURS(cluster.device)("auto: cuda where there is one").one_of({"auto", "cpu", "cuda"});
-  OURS(cluster.collective_timeout_s)("deadline of every collective and of the rendezvous").above(0);
+  OURS(cluster.collective_timeout_s)("deadline of every collective and of the rendezvous").above(0).at_most(1e6);
 }
 
 }  // namespace trireme::config

@@ -107,8 +107,6 @@ bool switched_on(const config::FeatureKey& key, const Node& node) {
     }
     case When::kAboveOne:
       return parse_number(node).value_or(0) > 1;
-    case When::kFalse:
-      return parse_bool(node) == false;
     case When::kIs:
       return node.kind == Node::Kind::kScalar && node.text == key.value;
     case When::kList:
@@ -142,7 +140,12 @@ class Loader final {
       if (!starts_with(key, "_")) visit(key, value);  // else a holder of values for ${...}
     }
     raise_problems();  // ranges of values that were never read would only confuse
+    const double held_out = config_.data.train.split_validation_size;
     derive_defaults(config_);
+    if (held_out > 0 && config_.data.train.split_validation_size == 0) {
+      warnings_.push_back("data.train.split_validation_size has no effect here: no rows of " +
+                          config_.data.train.dataset_name + " are held out, as in NeMo-RL; see data.validation");
+    }
     if (config::unsupported_features(config_).empty()) {
       for (const auto& [key, message] : config::cross_check(config_)) problem(key, message);
     }

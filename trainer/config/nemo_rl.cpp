@@ -45,7 +45,6 @@ constexpr const char* kShared =
 constexpr const char* kPorts = "the system chooses ports";
 constexpr const char* kLogs = "logs go to the step log, Prometheus and the report";
 constexpr const char* kColumns = "columns decide how a row is read";
-constexpr const char* kTemplateDecides = "the chat template decides";
 constexpr const char* kModel = "policy.precision and the model's own config.json decide";
 constexpr const char* kOnce = "validation data are not split again";
 constexpr const char* kOffload = "optimizer state stays on the device";
@@ -129,7 +128,7 @@ void ignore_runs(std::vector<IgnoredKey>& keys) {
   }
   ignore(keys, "data.validation.", {"split_validation_size", "seed"}, kOnce);
   ignore(keys, "data.", {"num_prompts_per_dataloader"}, "see data.use_multiple_dataloader");
-  ignore(keys, "data.", {"add_bos", "add_generation_prompt", "add_system_prompt"}, kTemplateDecides);
+  ignore(keys, "data.", {"add_system_prompt"}, "the chat template decides");
   ignore(keys, "env.math.", {"verifier_type"}, "one verifier reads all final answers");
   ignore(keys, "env.math.", {"stop_strings"}, "see policy.generation.stop_strings");
   ignore(keys, "", {"sif_dir"}, "a folder of NeMo-Gym");
@@ -257,7 +256,6 @@ void features_of_data_and_rewards(std::vector<FeatureKey>& keys) {
   }
   feature(keys, "data.", {"use_multiple_dataloader"}, When::kSet, "several data loaders at once");
   feature(keys, "data.", {"custom_dataloader"}, When::kSet, "a data loader of one's own in Python");
-  feature(keys, "data.", {"add_eos"}, When::kFalse, "responses that end without the end token");
 
   feature(keys, "env.", {"should_use_nemo_gym"}, When::kSet, kGym);
   feature(keys, "env.", {"nemo_gym"}, When::kGrades, kGym);
@@ -351,6 +349,9 @@ const std::vector<VersionDefault>& version_defaults() {
   static const std::vector<VersionDefault> kDefaults = {
       {"grpo.biased_group_std", "true", "false",
        "v0.3 has the biased estimator of a group's standard deviation, later versions the unbiased one"},
+      {"data.drop_line_feeds", "true", "false",
+       "SFT of v0.3 leaves out the line feeds that a chat template puts at the end of a conversation, later versions "
+       "learn them"},
       {"loss_fn.kl_input_clamp_value", "null", "20", "v0.3 does not clamp"},
       {"loss_fn.kl_output_clamp_value", "null", "10", "v0.3 does not clamp"},
       {"loss_fn.kl_score_function_gradient", "false", "true",

@@ -63,8 +63,6 @@ std::string switch_text(const config::FeatureKey& key) {
       return "is enabled";
     case When::kAboveOne:
       return "is above 1";
-    case When::kFalse:
-      return "is false";
     case When::kIs:
       return "is `" + key.value + "`";
     case When::kList:
@@ -127,7 +125,8 @@ std::string defaults_by_version() {
   for (const auto& entry : config::version_defaults())
     out += "| `" + entry.path + "` | `" + entry.v03 + "` | `" + entry.main + "` | " + entry.why + " |\n";
   out += "\nWhere the file only names its data set, `v0.3` validates on data that the set brings:\n" +
-         validation_of_sets() + ".\nIn all other cases rows are held out.\n";
+         validation_of_sets() +
+         ".\nIn all other cases only what `data.validation` or `data.train.split_validation_size` says.\n";
   return out;
 }
 

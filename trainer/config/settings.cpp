@@ -224,9 +224,12 @@ int64_t data_parallel_size(const Config& config) {
   return std::max<int64_t>(1, world_size(config) / model);
 }
 
+int64_t prompts_per_round(const RolloutConfig& config) {
+  return static_cast<int64_t>(static_cast<double>(config.num_prompts_per_step) * config.batch_multiplier);
+}
+
 int64_t samples_per_step(const Config& config) {
-  const double prompts = static_cast<double>(config.grpo.num_prompts_per_step) * config.grpo.batch_multiplier;
-  return config::saturating_product(static_cast<int64_t>(prompts), config.grpo.num_generations_per_prompt);
+  return config::saturating_product(prompts_per_round(config.grpo), config.grpo.num_generations_per_prompt);
 }
 
 int64_t optimizer_steps_per_rollout(const Config& config) {

@@ -108,6 +108,7 @@ std::string Dataset::shared_as(size_t source) const {
               options_.system_key,
               options_.completions,
               options_.apply_chat_template,
+              options_.add_generation_prompt,
               system_prompt_,
               prompt_before_,
               prompt_after_,
@@ -258,6 +259,9 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
     const ordered_json part(messages.begin(), messages.begin() + static_cast<std::ptrdiff_t>(count));
     return tokenizer_->render_chat_ordered(part, generate, extra);
   };
+  const auto has_header = [&](size_t at) {
+    return options_.add_generation_prompt && (messages[at - 1]["role"] == "user" || messages[at - 1]["role"] == "tool");
+  };
   // Every response is learnt where the conversation up to it is a beginning of the whole. Templates that rewrite
   // earlier turns (Qwen3 drops old reasoning) leave only the last response.
   for (const bool all_responses : {true, false}) {
@@ -266,7 +270,7 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
     std::string so_far;
     bool grows = true;
     for (const size_t at : all_responses ? responses : std::vector<size_t>{responses.back()}) {
-      const std::string before = render_first(at, true);
+      const std::string before = render_first(at, has_header(at));
       const std::string after = render_first(at + 1, false);
       grows = starts_with(before, so_far) && starts_with(after, before);
       if (!grows) break;
@@ -317,10 +321,11 @@ std::optional<PromptExample> Dataset::tokenize(Row row, const std::string& where
   std::vector<Segment> completion;
   example.index = row.index;
   example.prompt_text = render(row, options_.completions ? &completion : nullptr);
-  // A chat template writes BOS itself; a raw prompt gets what the tokenizer adds.
+  if (options_.completions && options_.apply_chat_template && options_.add_bos) add_bos(&example.prompt_text);
+  // A prompt to generate from has the BOS that its chat template writes; a raw one gets what the tokenizer adds.
   example.prompt = tokenizer_->encode(example.prompt_text, !options_.apply_chat_template);
   if (example.prompt.empty()) fail_data("the prompt has no tokens");
-  if (options_.completions) tokenize_completion(completion, &example);
+  if (options_.completions) tokenize_completion(std::move(completion), &example);
   const int64_t length = static_cast<int64_t>(example.prompt.size() + example.response.size());
   const int64_t prompt = static_cast<int64_t>(example.prompt.size());
   const bool fills = options_.max_total_length > 0 && prompt >= options_.max_total_length;
@@ -341,27 +346,25 @@ std::optional<PromptExample> Dataset::tokenize(Row row, const std::string& where
   return example;
 }
 
-void Dataset::tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const {
-  const auto& ends = tokenizer_->eos_ids();
-  for (size_t s = 0; s < segments.size(); ++s) {
-    std::vector<int32_t> ids = tokenizer_->encode(segments[s].text);
-    size_t learnt = segments[s].learn ? ids.size() : 0;
-    if (segments[s].learn) {
-      // What a template prints after the end token (a line feed) is never generated, so it is not learnt either.
-      const auto last_end = std::find_if(
-          ids.rbegin(), ids.rend(), [&](int32_t id) { return std::find(ends.begin(), ends.end(), id) != ends.end(); });
-      if (last_end != ids.rend()) learnt = static_cast<size_t>(ids.rend() - last_end);
-      if (s + 1 == segments.size()) {
-        ids.resize(learnt);
-        if (last_end == ids.rend() || ids.empty() || std::find(ends.begin(), ends.end(), ids.back()) == ends.end())
-          ids.push_back(tokenizer_->eos_id());
-        learnt = ids.size();
-      }
-    }
+void Dataset::add_bos(std::string* text) const {
+  const std::string bos = tokenizer_->bos_token();
+  if (!starts_with(*text, bos)) text->insert(0, bos);
+}
+
+void Dataset::tokenize_completion(std::vector<Segment> segments, PromptExample* example) const {
+  std::string& last = segments.back().text;
+  const std::string text = last.substr(0, last.find_last_not_of('\n') + 1);
+  if (options_.drop_line_feeds) last = text;
+  for (const Segment& segment : segments) {
+    const std::vector<int32_t> ids = tokenizer_->encode(segment.text);
     example->response.insert(example->response.end(), ids.begin(), ids.end());
-    example->response_mask.insert(example->response_mask.end(), learnt, 1);
-    example->response_mask.insert(example->response_mask.end(), ids.size() - learnt, 0);
+    example->response_mask.insert(example->response_mask.end(), ids.size(), segment.learn ? 1 : 0);
   }
+  if (!options_.add_eos) return;
+  const std::optional<std::string> end = tokenizer_->id_to_token(tokenizer_->eos_id());
+  if (end && ends_with(text, *end)) return;
+  example->response.push_back(tokenizer_->eos_id());
+  example->response_mask.push_back(1);
 }
 
 json Dataset::identity() const {

@@ -47,8 +47,8 @@ struct PromptExample {
   std::vector<int32_t> prompt;
   std::string gold;      // what is right, to grade against; after "####" when the output's last line starts so
   nlohmann::json extra;  // the row's other columns
-  // SFT only: the tokens after the prompt, the end token included, and 1 where the loss counts (0: user turns
-  // in a conversation of several turns).
+  // SFT only: the tokens after the prompt, up to the end of the conversation, and 1 where the loss counts (0: user
+  // turns in a conversation of several turns).
   std::vector<int32_t> response;
   std::vector<uint8_t> response_mask;
 };
@@ -96,7 +96,8 @@ class Dataset final {
   // Prompt text, and for SFT the text after it: one segment per response and per stretch between them.
   std::string render(const Row& row, std::vector<Segment>* completion) const;
   std::optional<PromptExample> tokenize(Row row, const std::string& where) const;
-  void tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const;
+  void add_bos(std::string* text) const;
+  void tokenize_completion(std::vector<Segment> segments, PromptExample* example) const;
 
   DataOptions options_;
   std::shared_ptr<const Tokenizer> tokenizer_;
@@ -130,6 +131,11 @@ class PromptStream final {
   int64_t epoch() const { return position_ == size() ? epoch_ + 1 : epoch_; }
   int64_t position() const { return position_ == size() ? 0 : position_; }
   int64_t size() const { return dataset_->size(); }
+  // Rows used or skipped since the start of the run.
+  int64_t drawn() const { return epoch_ * size() + position_; }
+  // Of a run of so many epochs and steps of `batch` rows. An epoch counts its whole batches, as in NeMo-RL, or all of
+  // its rows where they are fewer than a batch. The largest number where it is above that.
+  int64_t rows_of_epochs(int64_t epochs, int64_t batch) const;
   int64_t skipped_long() const { return skipped_long_; }  // since the start of the run, each epoch counted anew
   const Dataset& dataset() const { return *dataset_; }
 

@@ -1,3 +1,4 @@
+#include <limits>
 #include <set>
 
 #include "base/error.h"
@@ -72,6 +73,12 @@ PromptExample PromptStream::next() {
   fail_user("none of the " + std::to_string(size()) + " prompts of " + dataset_->name() +
             " fits in data.max_input_seq_length=" + std::to_string(options.max_input_seq_length) +
             " tokens and leaves room for a response");
+}
+
+int64_t PromptStream::rows_of_epochs(int64_t epochs, int64_t batch) const {
+  const int64_t of_one = batch <= size() ? size() / batch * batch : size();
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return epochs > kMost / of_one ? kMost : epochs * of_one;
 }
 
 std::vector<PromptExample> PromptStream::take(int64_t count) {

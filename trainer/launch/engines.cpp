@@ -89,23 +89,42 @@ void Engines::ended(Engine& engine) {
   const Rank& rank = cause(engine);
   const ExitStatus status = rank.status;
   const std::vector<std::string> words = rank.words;
-  const std::string who =
+  const std::string what =
       (engine.ranks.size() == 1 ? "" : "rank " + std::to_string(&rank - engine.ranks.data()) + " of ") + engine.name() +
       " ended with " + status.describe();
   engine.ranks.clear();
   engine.over = status.ok();
   if (engine.over) return;
   engine.refused = status.signal == 0 && status.code == options_.config_code;
+  failed(engine, what, words);
+}
+
+void Engines::failed(Engine& engine, const std::string& what, const std::vector<std::string>& words) {
   if (engine.refused || engine.failures == kRestarts) {
     engine.over = true;
     last_lines_ = words;
-    log_error("launch", who + "; it is not started again");
+    log_error("launch", what + "; it is not started again");
     return;
   }
   const Milliseconds pause = kFirstPause * (1 << engine.failures);
   ++engine.failures;
   engine.again = Deadline::after(pause);
-  log_warn("launch", who + "; it is started again in " + std::to_string(pause.count() / 1000) + " s");
+  log_warn("launch", what + "; it is started again in " + std::to_string(pause.count() / 1000) + " s");
+}
+
+// The machine may have no process or file left for the moment: that is no reason to end the ranks.
+void Engines::restart(Engine& engine) {
+  try {
+    start(engine);
+  } catch (const std::exception& error) {
+    for (Rank& rank : engine.ranks) {
+      if (!rank.process) continue;
+      rank.process->terminate(Milliseconds(0));
+      orphans_.forget(rank.process->pid());
+    }
+    engine.ranks.clear();
+    failed(engine, engine.name() + " could not be started: " + error.what(), {});
+  }
 }
 
 void Engines::look(Engine& engine) {
@@ -132,7 +151,7 @@ void Engines::look() {
     if (!engine.ranks.empty()) {
       look(engine);
     } else if (!engine.over && engine.again.passed()) {
-      start(engine);
+      restart(engine);
     }
   }
 }

@@ -21,7 +21,7 @@ class Engines final {
   // Starts them: `port` is that of the ranks' store. `options` and `orphans` outlive it.
   Engines(const LaunchOptions& options, int port, Orphans& orphans);
 
-  // Starts those again that have ended and whose time has come.
+  // Starts those again that have ended and whose time has come; one that cannot be started has failed once more.
   void look();
   // None runs, and none will: each has ended by a mistake in its configuration.
   bool hopeless() const;
@@ -49,11 +49,14 @@ class Engines final {
     std::string name() const { return "engine-" + std::to_string(number); }
   };
   void start(Engine& engine);
+  void restart(Engine& engine);
   void start_rank(const Engine& engine, int number, Rank& rank);
   void look(Engine& engine);
   bool running(const Engine& engine) const;
   const Rank& cause(const Engine& engine) const;
   void ended(Engine& engine);
+  // Starts it again later, or never; `words`: its last lines.
+  void failed(Engine& engine, const std::string& what, const std::vector<std::string>& words);
   void let_go(Rank& rank, const ExitStatus& status);
 
   const LaunchOptions& options_;

@@ -32,6 +32,7 @@ struct Rank {
   std::unique_ptr<OutputTail> tail;
   std::optional<ExitStatus> status;
   bool killed = false;  // by us, after another's failure
+  bool late = false;    // killed by us: it had not ended within the grace after a signal
 
   std::string name() const { return (of_critic ? "critic rank " : "rank ") + std::to_string(rank); }
 };
@@ -94,7 +95,10 @@ class Ranks final {
     kill_those_behind();
     if (kill_at_.passed()) {
       log_error("launch", "ranks did not end within the grace period: killing them");
-      for (Rank& rank : ranks_) rank.process.signal(SIGKILL);
+      for (Rank& rank : ranks_) {
+        rank.late = !rank.status;
+        rank.process.signal(SIGKILL);
+      }
       kill_at_ = Deadline(SteadyClock::time_point::max());
     }
     orphans_.reap();
@@ -128,7 +132,7 @@ class Ranks final {
     result_.exit_code = code_of(*first_failed_->status);
     result_.failed_rank = first_failed_->rank;
     result_.failed_critic = first_failed_->of_critic;
-    result_.cause = first_failed_->status->describe();
+    result_.cause = cause_of(*first_failed_);
     const Deadline last_words = Deadline::after(kLastWords);
     result_.tail = first_failed_->tail->lines(last_words);
     write_termination_log(options_, result_);
@@ -194,6 +198,13 @@ class Ranks final {
   // A rank that lost its peer is the echo of another's failure, also when it is noticed first.
   bool is_echo(const Rank& r) const { return r.status->signal == 0 && r.status->code == options_.peer_failed_code; }
   bool is_stopped(const Rank& r) const { return r.status->signal == 0 && r.status->code == options_.stopped_code; }
+
+  // A signal 9 of this launcher's own is not the kernel's for want of memory.
+  std::string cause_of(const Rank& rank) const {
+    if (!rank.late || rank.status->signal != SIGKILL) return rank.status->describe();
+    return "it did not end within the grace of " + std::to_string(options_.grace.count() / 1000) +
+           " s after the signal to stop, and was killed";
+  }
 
   // What the end of rank `i` means for the result, and for those that still run.
   void ended(size_t i) {

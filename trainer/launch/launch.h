@@ -50,7 +50,7 @@ struct LaunchResult {
   int exit_code = 0;              // of the first failed rank; 128 + n for signal n
   int failed_rank = -1;           // -1: none, or an engine
   bool failed_critic = false;     // it is one of the critic's
-  std::string cause;              // "exit code 21"
+  std::string cause;              // "exit code 21", or that it did not end within the grace
   std::vector<std::string> tail;  // its last log lines
   std::vector<int> killed_ranks;  // of the job: had not left when the grace after that failure was over
 };

@@ -27,6 +27,12 @@ struct PromptOptions {
   int64_t max_bad_lines = 0;         // (ours) rows that may be skipped because they break a rule, of all files together
   bool fail_on_long_prompt = false;  // (ours) a longer prompt is an Error; else it is skipped and counted
   bool apply_chat_template = true;   // (ours) false: system prompt, blank line, prompt as they stand
+  // SFT only.
+  bool add_bos = true;  // the tokenizer's bos_token, if it has one, ahead of rendered text that does not begin with it
+  // The template's header of a response belongs to the message before it and is not learnt; false: to the response.
+  bool add_generation_prompt = false;
+  bool add_eos = true;           // the end token behind a last response that, line feeds apart, does not end with it
+  bool drop_line_feeds = false;  // (ours) at the end of the last response
 };
 
 }  // namespace trireme

@@ -38,6 +38,7 @@ Attendance::Attendance(JobStore& store, const RendezvousOptions& rendezvous)
       timeout_(rendezvous.timeout),
       period_(std::clamp(rendezvous.timeout / 8, Milliseconds(50), Milliseconds(1000))),
       grace_(rendezvous.stuck_grace),
+      failure_patience_(rendezvous.failure_patience),
       on_stuck_(rendezvous.on_stuck),
       on_deadline_(rendezvous.on_deadline),
       on_unwinding_(rendezvous.on_unwinding),
@@ -68,17 +69,13 @@ int Attendance::open(const RankGroup& group) {
 }
 
 void Attendance::set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(absent_mutex_);
   on_absent_ = std::move(on_absent);
 }
 
 void Attendance::tell_absent(const std::vector<int>& ranks) {
-  std::function<void(const std::vector<int>&)> on_absent;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    on_absent = on_absent_;
-  }
-  if (on_absent && !ranks.empty()) on_absent(ranks);
+  const std::lock_guard<std::mutex> lock(absent_mutex_);
+  if (on_absent_ && !ranks.empty()) on_absent_(ranks);
 }
 
 void Attendance::note(int group, int64_t sequence) {
@@ -275,19 +272,31 @@ void Attendance::run() {
   }
   std::optional<Front> waiting;
   const Deadline limit = Deadline::after(timeout_);
+  const auto host_waits = [this] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return waits_in_ < 0 ? Waits{} : waits_now();
+  };
+  const Waits before = host_waits();
   while (!stopping() && !limit.passed()) {
     update_queues();
+    if (leave_by_failure()) return;
     if (waiting && still_pending(waiting->group, waiting->queued.what.sequence)) {
-      const auto dead = store_.lifeline().dead();
+      const auto known = failure_known_since();
+      const auto why = known ? known : store_.lifeline().dead();
       leave(on_deadline_, "leaves: " + named(*waiting) +
                               " does not end, and rank 0, which keeps the store, has left or cannot be reached" +
-                              (dead ? "; " + *dead : ""));
+                              (why ? "; " + *why : ""));
       return;
     }
     const std::vector<Front> now = fronts();
     waiting = now.empty() ? std::nullopt : std::optional<Front>(now.front());
     sleep(std::max(grace_, 2 * period_));
   }
+  // A group that connects waits for an answer of the store as well, for ever.
+  const Waits still = host_waits();
+  if (stopping() || before.group.empty() || still.group != before.group || still.sequence != before.sequence) return;
+  leave(on_deadline_, "leaves: number " + std::to_string(still.sequence) + " of group '" + still.group +
+                          "' does not end; " + name_of(0) + kSilent);
 }
 
 bool Attendance::look() {
@@ -297,6 +306,7 @@ bool Attendance::look() {
   for (const Front& front : fronts()) {
     if (look_at_device(front)) return true;
   }
+  if (leave_by_failure()) return true;
   if (!on_stuck_) return false;
   const auto group = accused();
   if (!group) return false;
@@ -316,19 +326,36 @@ bool Attendance::look() {
 }
 
 void Attendance::look_for_failures() {
-  if (failed_) return;
-  failed_ = reported_failure();
-  if (failed_)
-    store_.lifeline().explain(*failed_);
+  if (failure_known_since()) return;
+  auto what = reported_failure();
+  if (what)
+    store_.lifeline().explain(*what);
   else
-    failed_ = store_.lifeline().dead();
+    what = store_.lifeline().dead();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  failed_ = std::move(what);
   failed_since_ = SteadyClock::now();
+}
+
+std::optional<std::string> Attendance::failure_known_since(Milliseconds time) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return SteadyClock::now() - failed_since_ >= time ? failed_ : std::nullopt;
+}
+
+// Its host waits for what will not come, and does not ask: for rewards, for parts of a checkpoint. One that leaves
+// already has more to say itself.
+bool Attendance::leave_by_failure() {
+  if (!on_deadline_ || leaving_) return false;
+  const auto failure = failure_known_since(failure_patience_);
+  if (!failure) return false;
+  leave(on_deadline_, "leaves in phase " + phase() + ", since another rank has failed. " + *failure);
+  return true;
 }
 
 bool Attendance::look_at_device(const Front& front) {
   const int64_t sequence = front.queued.what.sequence;
-  if (failed_ && SteadyClock::now() - failed_since_ >= grace_) {
-    leave(on_deadline_, "leaves: " + named(front) + " cannot end, since another rank has failed. " + *failed_);
+  if (const auto failure = failure_known_since(grace_)) {
+    leave(on_deadline_, "leaves: " + named(front) + " cannot end, since another rank has failed. " + *failure);
     return true;
   }
   if (SteadyClock::now() - front.queued.since < timeout_) return false;
@@ -425,7 +452,10 @@ Absence Attendance::absent(int group, int64_t sequence) {
   return absence;
 }
 
-void Attendance::leaving() { store_.lifeline().leaving(); }
+void Attendance::leaving() {
+  leaving_ = true;
+  store_.lifeline().leaving();
+}
 
 void Attendance::report_failure(const std::string& what) {
   leaving();
@@ -457,7 +487,9 @@ std::optional<std::string> Attendance::failure_of_another(Milliseconds wait) {
   try {
     if (auto reported = reported_failure()) return reported;
   } catch (const std::exception& error) {
+    // Rank 0 has left, and the store with it: what the thread has read there before still holds.
     log_debug("parallel", error.what());
+    if (auto known = failure_known_since()) return known;
   }
   return lifeline.wait_for_dead(wait);
 }
@@ -493,6 +525,7 @@ std::string Attendance::describe(const Absence& absence, int group) {
   } catch (const std::exception& error) {
     log_debug("parallel", error.what());
   }
+  if (store_.silent()) text += "; " + name_of(0) + kSilent;
   if (absence.ranks.size() > kShown) text += "; and " + std::to_string(absence.ranks.size() - kShown) + " more ranks";
   return text;
 }

@@ -50,7 +50,8 @@ class Attendance final {
   // `store` must outlive it. rendezvous.on_stuck and on_deadline are called from the thread, one of them at most once:
   // on_stuck when the others have given up waiting for this rank and it has not come within rendezvous.stuck_grace
   // either, or when its device has not come to a collective in time; on_deadline when a collective of its device does
-  // not end, since others do not come or have failed.
+  // not end, since others do not come or have failed, or when it waits elsewhere rendezvous.failure_patience after the
+  // failure of another.
   Attendance(JobStore& store, const RendezvousOptions& rendezvous);
   ~Attendance();
   Attendance(const Attendance&) = delete;
@@ -58,7 +59,8 @@ class Attendance final {
 
   // A group that this rank is in; the result names it below. Writes its ranks into the store.
   int open(const RankGroup& group);
-  // Ranks of the job that have not come, before this one leaves because of it. From any thread.
+  // Ranks of the job that have not come, before this one leaves because of it. From any thread. When it returns the one
+  // before is not under way any more.
   void set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent);
 
   // The training thread begins collective `sequence` of the group.
@@ -137,7 +139,10 @@ class Attendance final {
   Waits waits_now();                      // under mutex_
   bool look();                            // the thread's turn; true when one of the callbacks was called
   bool look_at_device(const Front& front);
+  bool leave_by_failure();  // as look()
   void look_for_failures();
+  // Of another rank, seen by the thread so long ago.
+  std::optional<std::string> failure_known_since(Milliseconds time = Milliseconds(0));
   std::optional<std::string> reported_failure();  // of another rank, in the store
   void update_queues();
   std::vector<Front> fronts();
@@ -152,18 +157,20 @@ class Attendance final {
   const int rank_;
   const Layout layout_;  // of the actor
   const int actor_ranks_;
-  const Milliseconds timeout_, period_, grace_;
+  const Milliseconds timeout_, period_, grace_, failure_patience_;
   const std::function<void(const std::string&)> on_stuck_, on_deadline_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<Group> groups_;  // under mutex_, as the next five; groups are only added
-  std::function<void(const std::vector<int>&)> on_absent_;
+  std::deque<Group> groups_;  // under mutex_, as the next six; groups are only added
   std::string phase_ = "start";
   int waits_in_ = -1;
   std::string published_;  // phase and where it waits
   bool stopping_ = false;
-  std::optional<std::string> failed_;  // what another rank reported; the thread's own, as the next
+  std::optional<std::string> failed_;  // what another rank reported, or who has died; written by the thread
   SteadyClock::time_point failed_since_{};
+  std::atomic<bool> leaving_{false};
+  std::mutex absent_mutex_;
+  std::function<void(const std::vector<int>&)> on_absent_;  // called under absent_mutex_
   const std::function<void(const std::exception&)> on_unwinding_;
   const Milliseconds unwinding_grace_;
   std::thread thread_, unwinding_;

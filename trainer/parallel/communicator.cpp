@@ -7,7 +7,6 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -18,6 +17,7 @@
 #include "base/host.h"
 #include "base/log.h"
 #include "trainer/parallel/attendance.h"
+#include "trainer/parallel/bounded_calls.h"
 #include "trainer/parallel/device_group.h"
 #include "trainer/parallel/flat_bytes.h"
 #include "trainer/parallel/lifeline.h"
@@ -65,16 +65,23 @@ std::string own_name(const RendezvousOptions& job) { return name_of_job_rank(job
 }  // namespace
 
 struct JobStore::Impl {
-  RendezvousOptions rendezvous;
-  std::mutex mutex;
+  // c10d waits without limit for most of its answers. Its own deadline, where it has one, says more.
+  explicit Impl(const RendezvousOptions& options)
+      : rendezvous(options),
+        calls(options.timeout + std::clamp(options.timeout / 4, Milliseconds(2000), Milliseconds(30000))) {}
+
+  const RendezvousOptions rendezvous;
+  BoundedCalls calls;
   c10::intrusive_ptr<c10d::TCPStore> tcp;        // null with one rank
   c10::intrusive_ptr<c10d::PrefixStore> scoped;  // keys of this attempt
-  std::unique_ptr<Lifeline> lifeline;            // ends first: the others hear of it before the store goes
+  // The same over a connection of its own, null with one rank: c10d holds a connection while it waits for a key, and
+  // groups wait so for ranks that Attendance meanwhile looks for.
+  c10::intrusive_ptr<c10d::PrefixStore> of_groups;
+  std::unique_ptr<Lifeline> lifeline;  // ends first: the others hear of it before the store goes
 };
 
-JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique<Impl>()) {
+JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique<Impl>(rendezvous)) {
   const Deadline deadline = Deadline::after(rendezvous.timeout);
-  impl_->rendezvous = rendezvous;
   LifelineOptions lifeline;
   lifeline.rank = rendezvous.rank;
   lifeline.world_size = rendezvous.world_size;
@@ -96,13 +103,16 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
     throw Error(kind, own_name(rendezvous) + " on " + host_name() + ": rendezvous at " + where + " of " +
                           std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
   };
+  const auto connect = [&options, &calls = impl_->calls](const std::string& address) {
+    return calls.call([address, options] { return c10::make_intrusive<c10d::TCPStore>(address, options); });
+  };
   try {
-    impl_->tcp = c10::make_intrusive<c10d::TCPStore>(
-        rendezvous.world_size == 1 ? "127.0.0.1" : rendezvous.master_address, options);
+    impl_->tcp = connect(rendezvous.world_size == 1 ? "127.0.0.1" : rendezvous.master_address);
   } catch (const std::exception& error) {
     fail(ErrorKind::kTimeout, error.what());
   }
-  impl_->scoped = c10::make_intrusive<c10d::PrefixStore>("attempt-" + rendezvous.attempt, impl_->tcp);
+  const std::string attempt = "attempt-" + rendezvous.attempt;
+  impl_->scoped = c10::make_intrusive<c10d::PrefixStore>(attempt, impl_->tcp);
   if (rendezvous.world_size > 1) {
     try {
       if (rendezvous.rank == 0)
@@ -114,21 +124,33 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
       impl_->lifeline->leaving();  // the others wait for this rank no more than it for them
       fail(error.kind(), error.what());
     }
+    options.isServer = false;
+    options.masterListenFd.reset();
+    options.numWorkers.reset();  // of a server
+    try {
+      impl_->of_groups = c10::make_intrusive<c10d::PrefixStore>(attempt, connect(rendezvous.master_address));
+    } catch (const std::exception& error) {
+      impl_->lifeline->leaving();
+      fail(ErrorKind::kTimeout, error.what());
+    }
   }
 }
 
 JobStore::~JobStore() = default;
 
 Lifeline& JobStore::lifeline() { return *impl_->lifeline; }
+bool JobStore::silent() const { return impl_->calls.lost(); }
 
 namespace {
+// `fn` owns what it uses (BoundedCalls).
 template <typename Fn>
 auto store_call(JobStore::Impl& impl, const char* operation, const std::string& key, Fn&& fn) {
   std::string why;
   try {
-    const std::lock_guard<std::mutex> lock(impl.mutex);
-    if (!impl.lifeline->rank0_is_gone()) return fn();
+    if (!impl.lifeline->rank0_is_gone()) return impl.calls.call(std::forward<Fn>(fn));
     why = "rank 0, which keeps the store, has gone";
+  } catch (const Error& late) {
+    why = std::string(late.what()) + "; rank 0" + kSilent;
   } catch (const std::exception& error) {
     why = first_line(error.what());
   }
@@ -140,20 +162,24 @@ auto store_call(JobStore::Impl& impl, const char* operation, const std::string& 
 }  // namespace
 
 int64_t JobStore::add(const std::string& key, int64_t amount) {
-  return store_call(*impl_, "add", key, [&] { return impl_->scoped->add(key, amount); });
+  return store_call(*impl_, "add", key, [store = impl_->scoped, key, amount] { return store->add(key, amount); });
 }
 void JobStore::set(const std::string& key, const std::string& value) {
-  store_call(*impl_, "set", key, [&] { impl_->scoped->set(key, std::vector<uint8_t>(value.begin(), value.end())); });
+  store_call(*impl_, "set", key,
+             [store = impl_->scoped, key, bytes = std::vector<uint8_t>(value.begin(), value.end())] {
+               store->set(key, bytes);
+             });
 }
 std::string JobStore::get(const std::string& key) {
-  const std::vector<uint8_t> bytes = store_call(*impl_, "get", key, [&] { return impl_->scoped->get(key); });
+  const std::vector<uint8_t> bytes =
+      store_call(*impl_, "get", key, [store = impl_->scoped, key] { return store->get(key); });
   return std::string(bytes.begin(), bytes.end());
 }
 void JobStore::remove(const std::string& key) {
-  store_call(*impl_, "delete", key, [&] { impl_->scoped->deleteKey(key); });
+  store_call(*impl_, "delete", key, [store = impl_->scoped, key] { store->deleteKey(key); });
 }
 bool JobStore::has(const std::string& key) {
-  return store_call(*impl_, "check", key, [&] { return impl_->scoped->check({key}); });
+  return store_call(*impl_, "check", key, [store = impl_->scoped, key] { return store->check({key}); });
 }
 
 struct Communicator::Impl {
@@ -208,7 +234,7 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
   rank_ = static_cast<int>(own - group.ranks.begin());
   if (size_ == 1) return;
   impl_ = std::make_unique<Impl>();
-  impl_->store = store.impl().scoped;
+  impl_->store = store.impl().of_groups;
   impl_->timeout = rendezvous.timeout;
   impl_->name = name_;
   impl_->rank = rank_;

@@ -34,9 +34,11 @@ struct RendezvousOptions {
   std::function<void(const std::string& what)> on_stuck;
   Milliseconds stuck_grace{2000};
   // Called from a thread of its own when a collective that this rank's device has come to does not end: its deadline
-  // has passed, or another rank has failed. Nothing is called where the host waits itself: that throws. Also called,
-  // whatever the training thread does, when another rank has died and this one is still there some seconds later.
+  // has passed, or another rank has failed. A collective that the host waits in throws instead. Also called, whatever
+  // the training thread does, when another rank has died and this one is still there some seconds later, or when
+  // another has said that it fails and this one has not begun to leave within failure_patience.
   std::function<void(const std::string& what)> on_deadline;
+  Milliseconds failure_patience{15000};  // less than a launcher waits before it kills
   // Called from a thread of its own when this rank has thrown what ends it (ParallelContext::leaves_by) and is still
   // there so much later: a destructor waits for its device, which waits for others that have left. Less than a launcher
   // waits before it kills.
@@ -57,7 +59,12 @@ std::string name_of_job_rank(const Layout& layout, int actor_ranks, int rank);
 
 class Lifeline;
 
-// The rendezvous, and then the job-wide key-value store. Rank 0 is the server. One lock: safe from any thread.
+// What is said of rank 0 when the store does not answer.
+inline constexpr const char* kSilent = ", which keeps the store, stands still or cannot be reached";
+
+// The rendezvous, and then the job-wide key-value store. Rank 0 is the server. Calls come from any thread and go one
+// after the other. All throw Error(kTimeout) when rank 0 has gone, or has not answered for rendezvous.timeout and at
+// most 30 s more: then all at once.
 class JobStore final {
  public:
   // Returns when all ranks have come. Throws Error(kUnavailable) naming a rank that has died before, Error(kTimeout) at
@@ -70,6 +77,7 @@ class JobStore final {
   std::string get(const std::string& key);  // waits for the key, Error(kTimeout) that names it
   bool has(const std::string& key);
   void remove(const std::string& key);  // nothing where it is not there
+  bool silent() const;                  // a call was not answered in time
   Lifeline& lifeline();                 // who of the others is still there; with one rank nobody is watched
 
   struct Impl;

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "trainer/parallel/bounded_calls.h"
 #include "trainer/parallel/own_address.h"
 #include "trainer/parallel/sockets.h"
 
@@ -24,7 +25,7 @@ constexpr int64_t kPieceBytes = int64_t{32} << 20;
 constexpr Milliseconds kPatience{200};  // in which a wait does not look whether it is cancelled
 constexpr Milliseconds kHello{2000};    // from a connection to its secret
 constexpr Milliseconds kUnreachable{20000};
-constexpr Milliseconds kLongestPause{10};  // between two looks for a key: a hundred a second, of each who waits
+constexpr Milliseconds kBetweenKeys{10};  // between two looks for a key: a hundred a second, of each who waits
 
 std::string first_line_of(const std::exception& error) {
   const std::string text = error.what();
@@ -52,13 +53,18 @@ void LinkCancel::check() const {
 }
 
 struct LinkStore::Impl {
+  // c10d waits without limit for most of its answers. Its own deadline, where it has one, says more.
+  explicit Impl(Milliseconds timeout) : calls(timeout + Milliseconds(1000)) {}
+
   std::string where;
+  BoundedCalls calls;
   c10::intrusive_ptr<c10d::PrefixStore> scoped;
 
+  // `fn` owns what it uses (BoundedCalls).
   template <typename Fn>
   auto call(const char* operation, const std::string& key, Fn&& fn) {
     try {
-      return fn();
+      return calls.call(std::forward<Fn>(fn));
     } catch (const std::exception& error) {
       throw Error(ErrorKind::kUnavailable, std::string("the job's store at ") + where + ": " + operation + " of '" +
                                                key + "' failed: " + first_line_of(error));
@@ -67,7 +73,7 @@ struct LinkStore::Impl {
 };
 
 LinkStore::LinkStore(const std::string& address, int port, const std::string& attempt, Milliseconds timeout)
-    : impl_(std::make_unique<Impl>()) {
+    : impl_(std::make_unique<Impl>(at_least(Milliseconds(1000), timeout))) {
   impl_->where = address + ":" + std::to_string(port);
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(port);
@@ -75,8 +81,9 @@ LinkStore::LinkStore(const std::string& address, int port, const std::string& at
   options.waitWorkers = false;
   options.timeout = at_least(Milliseconds(1000), timeout);
   try {
-    impl_->scoped = c10::make_intrusive<c10d::PrefixStore>("attempt-" + attempt,
-                                                           c10::make_intrusive<c10d::TCPStore>(address, options));
+    impl_->scoped = c10::make_intrusive<c10d::PrefixStore>("attempt-" + attempt, impl_->calls.call([address, options] {
+      return c10::make_intrusive<c10d::TCPStore>(address, options);
+    }));
   } catch (const std::exception& error) {
     fail_timeout("the job's store at " + impl_->where + " cannot be reached: " + first_line_of(error));
   }
@@ -85,30 +92,32 @@ LinkStore::LinkStore(const std::string& address, int port, const std::string& at
 LinkStore::~LinkStore() = default;
 
 int64_t LinkStore::add(const std::string& key, int64_t amount) {
-  return impl_->call("add", key, [&] { return impl_->scoped->add(key, amount); });
+  return impl_->call("add", key, [store = impl_->scoped, key, amount] { return store->add(key, amount); });
 }
 
 void LinkStore::set(const std::string& key, const std::string& value) {
-  impl_->call("set", key, [&] { impl_->scoped->set(key, std::vector<uint8_t>(value.begin(), value.end())); });
+  impl_->call("set", key, [store = impl_->scoped, key, bytes = std::vector<uint8_t>(value.begin(), value.end())] {
+    store->set(key, bytes);
+  });
 }
 
 void LinkStore::erase(const std::string& key) {
-  impl_->call("delete", key, [&] { impl_->scoped->deleteKey(key); });
+  impl_->call("delete", key, [store = impl_->scoped, key] { store->deleteKey(key); });
 }
 
 // c10d's own wait writes a warning whenever it ends without the key.
 std::optional<std::string> LinkStore::poll(const std::string& key, Milliseconds patience) {
   const Deadline deadline = Deadline::after(patience);
-  return impl_->call("get", key, [&]() -> std::optional<std::string> {
-    for (Milliseconds pause(1);; pause = std::min(2 * pause, kLongestPause)) {
-      if (impl_->scoped->check({key})) {
-        const std::vector<uint8_t> bytes = impl_->scoped->get(key);
-        return std::string(bytes.begin(), bytes.end());
-      }
-      if (deadline.passed()) return std::nullopt;
-      std::this_thread::sleep_for(std::min(pause, deadline.remaining()));
-    }
-  });
+  const auto look = [store = impl_->scoped, key]() -> std::optional<std::string> {
+    if (!store->check({key})) return std::nullopt;
+    const std::vector<uint8_t> bytes = store->get(key);
+    return std::string(bytes.begin(), bytes.end());
+  };
+  for (Milliseconds pause(1);; pause = std::min(2 * pause, kBetweenKeys)) {
+    if (auto value = impl_->call("get", key, look)) return value;
+    if (deadline.passed()) return std::nullopt;
+    std::this_thread::sleep_for(std::min(pause, deadline.remaining()));
+  }
 }
 
 std::string LinkStore::get(const std::string& key, const Deadline& deadline, const LinkCancel& cancel,
@@ -120,9 +129,12 @@ std::string LinkStore::get(const std::string& key, const Deadline& deadline, con
   }
 }
 
+LinkPair::LinkPair(const std::string& peer, LinkCancel& cancel) : peer_(peer), cancel_(cancel) {}
+
+// By the other constructor, so that the destructor closes what there is when this one throws.
 LinkPair::LinkPair(LinkStore& store, const std::string& name, int side, const std::string& address,
                    const std::string& peer, const Deadline& deadline, LinkCancel& cancel)
-    : peer_(peer), cancel_(cancel) {
+    : LinkPair(peer, cancel) {
   if (side == 0) {
     listen(store, name, address, deadline);
   } else {

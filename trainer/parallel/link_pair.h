@@ -29,11 +29,12 @@ class LinkCancel final {
 // A connection of its own to the job's store, with the keys of the attempt. One thread at a time.
 class LinkStore final {
  public:
-  // Throws Error(kTimeout) that names the store when it cannot be reached. `timeout` is of every other call, too.
+  // Throws Error(kTimeout) that names the store when it cannot be reached. `timeout` is of every other call, too, with
+  // a second more for the answer.
   LinkStore(const std::string& address, int port, const std::string& attempt, Milliseconds timeout);
   ~LinkStore();
 
-  // All throw Error(kUnavailable) that names the store when it has gone.
+  // All throw Error(kUnavailable) that names the store when it has gone or does not answer.
   int64_t add(const std::string& key, int64_t amount);  // returns the new value
   void set(const std::string& key, const std::string& value);
   void erase(const std::string& key);
@@ -74,6 +75,7 @@ class LinkPair final {
   void check_peer() const;
 
  private:
+  LinkPair(const std::string& peer, LinkCancel& cancel);
   void listen(LinkStore& store, const std::string& name, const std::string& address, const Deadline& deadline);
   void connect(LinkStore& store, const std::string& name, const Deadline& deadline);
   // Moves `size` bytes; sends them where `to_send` is not null.

@@ -417,7 +417,11 @@ struct WeightSender::Impl {
         if (!request) continue;
         requests.erase(key);
         next = requests.add(requests_key(options.actor_rank, "taken"), 1) + 1;
-        take(*request);
+        try {
+          take(*request);
+        } catch (const std::exception& error) {  // no thread is left for the moment, say: the engine asks again
+          log_warn("weights", "a request for weights is not answered: " + std::string(error.what()));
+        }
       }
     } catch (const std::exception& error) {  // the run itself ends where its store has gone
       if (!stopping) log_error("weights", std::string("no engine gets weights any more: ") + error.what());
@@ -434,10 +438,12 @@ struct WeightSender::Impl {
     }
     const std::string link = request.substr(space + 1);
     const std::lock_guard<std::mutex> lock(mutex);
-    std::unique_ptr<EngineLink>& known = links[*engine];
-    if (!known || known->link() != link)
-      known = std::make_unique<EngineLink>(options, weights, routes, published, *engine, link);
-    known->ask();
+    const auto known = links.find(*engine);
+    if (known == links.end() || known->second->link() != link) {
+      auto made = std::make_unique<EngineLink>(options, weights, routes, published, *engine, link);
+      links[*engine] = std::move(made);
+    }
+    links.at(*engine)->ask();
   }
 
   const WeightLinkOptions options;

@@ -54,9 +54,10 @@ RolloutLog::RolloutLog(RolloutLogOptions options, int64_t resumed_step) : option
 
 std::vector<int64_t> RolloutLog::steps() const {
   std::vector<int64_t> found;
-  std::error_code missing;
-  for (const auto& entry : std::filesystem::directory_iterator(options_.directory, missing)) {
-    const std::string name = entry.path().filename().string();
+  std::error_code error;  // a folder that is not there yet, or that its server has lost meanwhile
+  for (std::filesystem::directory_iterator entry(options_.directory, error), end; !error && entry != end;
+       entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
     if (!starts_with(name, kPrefix) || name.size() <= kPrefix.size() + kSuffix.size()) continue;
     const auto step =
         parse_int(std::string_view(name).substr(kPrefix.size(), name.size() - kPrefix.size() - kSuffix.size()));

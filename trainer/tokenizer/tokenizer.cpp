@@ -243,6 +243,8 @@ int32_t Tokenizer::eos_id() const {
   return eos_ids_.front();
 }
 
+std::string Tokenizer::bos_token() const { return bos_id_ ? special_tokens_.at("bos_token") : ""; }
+
 std::vector<int32_t> Tokenizer::encode(std::string_view text, bool add_special) const {
   size_t count = 0;
   uint32_t* ids = rb_tokenizer_encode(handle_, text.data(), text.size(), add_special && !own_specials_, &count);

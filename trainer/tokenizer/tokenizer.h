@@ -54,6 +54,7 @@ class Tokenizer final {
   // Every id that ends generation: of generation_config.json, config.json and tokenizer_config.json, without repeats.
   const std::vector<int32_t>& eos_ids() const { return eos_ids_; }
   std::optional<int32_t> bos_id() const { return bos_id_; }
+  std::string bos_token() const;  // its text; empty where there is no bos_id()
 
   bool has_chat_template() const { return template_ != nullptr; }
   // `messages`: array of {"role", "content", ...}. `extra`: further variables of the template (tools, date_string,

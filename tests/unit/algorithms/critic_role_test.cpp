@@ -7,6 +7,7 @@
 #include <cstring>
 #include <thread>
 
+#include "base/error.h"
 #include "base/fs.h"
 #include "tests/unit/algorithms/recorded_rollout.h"
 #include "tests/unit/errors.h"
@@ -85,6 +86,7 @@ void follow_as_critic(ParallelContext& context, const std::filesystem::path& dir
   options.follows = dir;
   options.folder = "value";
   CheckpointManager checkpoints(options, {{"value", "tiny"}}, context);
+  checkpoints.on_written = [&] { context.store()->add(critic_mail::kSaving, 1); };
   checkpoints.committed = [&](int64_t step) { context.store()->set(critic_mail::saved(step), ""); };
   CriticFollower follower(context, mail, tiny.state, *tiny.trainer, checkpoints, 0);
   run_and_report(context, [&] {
@@ -204,6 +206,40 @@ TEST(CriticRoles, NothingIsSentAheadToRanksThatComputeTogether) {
     });
     for (const std::string& error : errors) EXPECT_EQ(error, "");
   }
+}
+
+// A save of the critic may take longer than a collective's deadline, as long as it moves.
+TEST(CriticRoles, TheActorWaitsForTheCriticsCheckpointWhileItMoves) {
+  ListeningPort port;
+  const std::vector<std::string> errors = test::on_ranks(2, [&](int job_rank) {
+    ParallelContext context({}, test::role_place(port, job_rank, 1, 1, Milliseconds(2500)));
+    if (context.of_critic()) {
+      for (int sign = 0; sign < 12; ++sign) {
+        std::this_thread::sleep_for(Milliseconds(300));
+        context.store()->add(critic_mail::kSaving, 1);
+      }
+      context.store()->set(critic_mail::saved(1), "");
+      const Deadline limit = Deadline::after(Milliseconds(120000));
+      while (!context.store()->has("waited") && !limit.passed()) std::this_thread::sleep_for(Milliseconds(5));
+      context.store()->set("left", "");
+      return;
+    }
+    CriticLink link(context, role_settings());
+    const std::atomic<bool> cancelled{false};
+    int moves = 0;
+    link.wait_saved(1, cancelled, [&] { ++moves; });
+    EXPECT_GE(moves, 5);
+    try {
+      link.wait_saved(2, cancelled);
+      ADD_FAILURE() << "nothing moves";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
+      EXPECT_NE(std::string(error.what()).find("critic rank 0"), std::string::npos) << error.what();
+    }
+    context.store()->set("waited", "");
+    (void)context.store()->get("left");  // this rank serves the store
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
 TEST(CriticRoles, AValueThatIsNotFiniteEndsBothAndNamesSampleAndToken) {

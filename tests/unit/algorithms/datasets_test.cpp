@@ -33,6 +33,9 @@ TEST(OpenDatasets, TellsTheDataSetsWhatTheConfigurationSays) {
   EXPECT_FALSE(datasets.train->example(1).has_value());
   EXPECT_FALSE(datasets.train->options().shuffle);
   EXPECT_EQ(datasets.train->options().seed, config.grpo.seed);
+  EXPECT_TRUE(datasets.train->options().add_bos);
+  config.data.add_bos = false;
+  EXPECT_FALSE(open_datasets(config, tokenizer, dir.path(), /*completions=*/false).train->options().add_bos);
 
   config.data.fail_on_long_prompt = true;
   const Datasets strict = open_datasets(config, tokenizer, dir.path(), /*completions=*/false);
@@ -79,8 +82,7 @@ TEST(OpenDatasets, SquadsRowsAsItsNameSays) {
       open_datasets(config, Tokenizer::load(dir.path() / "model"), dir.path(), /*completions=*/true);
   const auto example = datasets.train->example(0);
   ASSERT_TRUE(example.has_value());
-  EXPECT_EQ(example->prompt_text,
-            "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(example->prompt_text, "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n");
   EXPECT_EQ(example->gold, "a");
 }
 

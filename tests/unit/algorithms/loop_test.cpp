@@ -482,6 +482,43 @@ TEST(SftLoop, GoesOnWhereItWasInterrupted) {
   for (size_t i = 0; i < 4; ++i) EXPECT_EQ(parts.log()[i].at("train/loss"), whole.log()[i].at("train/loss"));
 }
 
+// Answers of one and of two digits: a mean over batches would depend on how many examples a batch has.
+TEST(SftLoop, ValidationIsAMeanOverTokensHoweverTheyAreBatched) {
+  const auto loss = [](int size, int batches) {
+    const Place place;
+    place.sft({"sft.val_period=4", "sft.val_global_batch_size=" + std::to_string(size),
+               "sft.val_batches=" + std::to_string(batches)});
+    return place.log().back().at("validation/loss").get<double>();
+  };
+  const double whole = loss(24, 1);
+  EXPECT_GT(whole, 0);
+  EXPECT_NEAR(loss(1, 24), whole, 1e-6 * whole);
+  EXPECT_NEAR(loss(9, 3), whole, 1e-6 * whole);
+}
+
+// 24 rows: one whole batch of 16 an epoch, as NeMo-RL's loader has it; and those of a batch of 32 as they come.
+TEST(SftLoop, AnEpochHasAsManyStepsAsWholeBatches) {
+  const Place place, small;
+  const auto steps = [](const Place& run, const std::string& batch, const std::string& epochs) {
+    return run
+        .sft({"checkpointing.enabled=true", "sft.max_num_steps=9", "policy.train_global_batch_size=" + batch,
+              "sft.max_num_epochs=" + epochs})
+        .steps;
+  };
+  EXPECT_EQ(steps(place, "16", "2"), 2);
+  EXPECT_EQ(steps(place, "16", "2"), 2) << "started again";
+  EXPECT_EQ(steps(place, "16", "5"), 5);
+  EXPECT_EQ(steps(small, "32", "3"), 3);
+}
+
+TEST(GrpoLoop, AnEpochHasAsManyStepsAsWholeBatches) {
+  const std::vector<std::string> batches = {"grpo.num_prompts_per_step=16", "policy.train_global_batch_size=64",
+                                            "grpo.max_num_steps=9", "grpo.max_num_epochs=2"};
+  const Place place, carried;
+  EXPECT_EQ(place.grpo(batches).steps, 2);
+  EXPECT_EQ(carried.grpo(carry_over(batches)).steps, 2);
+}
+
 Sample rewarded(int64_t group, int64_t index, double reward) {
   Sample s;
   s.group = group;

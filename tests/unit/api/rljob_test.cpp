@@ -186,6 +186,17 @@ TEST(Hostile, BoundsHoldAndNothingCrashes) {
   EXPECT_THAT(parse_error("a: " + std::string(1000, '[') + "1" + std::string(1000, ']')),
               HasSubstr("nested deeper than 64"));
   EXPECT_THAT(test::user_error_of([&] { parse_json_bounded(many, "x"); }), HasSubstr("nested deeper than 64"));
+  const auto zeros = [](size_t count) {
+    std::string text = "[0";
+    for (size_t i = 1; i < count; ++i) text += ",0";
+    return text + "]";
+  };
+  EXPECT_EQ(parse_json_bounded(zeros(99999), "x").size(), 99999u) << "the list is a value, too";
+  EXPECT_EQ(test::user_error_of([&] { parse_json_bounded(zeros(100000), "x"); }), "x: more than 100000 values");
+  std::string keys = "{\"a\":{}";
+  for (int i = 0; i < 60000; ++i) keys += ",\"" + std::to_string(i) + "\":0";
+  EXPECT_THAT(test::user_error_of([&] { parse_json_bounded(keys + "}", "x"); }), HasSubstr("more than 100000 values"));
+  EXPECT_THAT(parse_error(keys + "}"), HasSubstr("more than 100000 values"));
   std::string deep_map;
   for (int i = 0; i < 5000; ++i) deep_map += "{\"a\":";
   EXPECT_THAT(parse_error(deep_map), HasSubstr("nested deeper than 64"));

@@ -31,6 +31,36 @@ TEST(Validate, AcceptsADefaultJob) {
   EXPECT_EQ(warnings_of(""), "");
 }
 
+TEST(Validate, SpecificationsHaveABound) {
+  RLJob job = parse_rljob(job_yaml(), "f");
+  Json& note = job.spec.roles.actor->pod_template["metadata"]["annotations"]["a"];
+  note = "";
+  const size_t rest = to_json(job)["spec"].dump().size();
+  note = std::string((256 << 10) - rest, 'x');
+  EXPECT_EQ(to_string(validate(job).errors), "");
+  note = std::string((256 << 10) - rest + 1, 'x');
+  EXPECT_EQ(to_string(validate(job).errors),
+            "spec: is 262145 bytes long as JSON; at most 262144 are allowed; put files and long lists into the image, "
+            "a volume or a ConfigMap");
+  note = "";
+  Json& list = job.spec.roles.actor->pod_template["spec"]["tolerations"];
+  list = std::vector<int>(39000, 0);
+  EXPECT_EQ(to_string(validate(job).errors), "");
+  list = std::vector<int>(40000, 0);
+  EXPECT_THAT(to_string(validate(job).errors), HasSubstr("values and keys; at most 40000 are allowed"));
+}
+
+TEST(Validate, MistakesInATemplateAreBounded) {
+  RLJob job = parse_rljob(job_yaml(), "f");
+  Json containers = Json::array();
+  for (int i = 0; i < 250; ++i)
+    containers.push_back({{"name", "c" + std::to_string(i)}, {"env", {Json::object(), Json::object()}}});
+  job.spec.roles.actor->pod_template = {{"spec", {{"containers", containers}}}};
+  const std::vector<Issue> errors = validate(job).errors;
+  EXPECT_EQ(errors.size(), 201u);
+  EXPECT_EQ(to_string({errors.at(200)}), "spec.roles.actor.template: and 300 more errors in this template");
+}
+
 TEST(Validate, Names) {
   EXPECT_EQ(errors_of("", std::string(40, 'a')), "");
   EXPECT_THAT(errors_of("", std::string(41, 'a')), HasSubstr("metadata.name: is 41 characters long; at most 40"));

@@ -1,14 +1,20 @@
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
+#include <fstream>
+#include <thread>
 
 #include "base/atomic_file.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/log.h"
+#include "base/log_limit.h"
 #include "base/sigpipe.h"
 #include "base/subprocess.h"
 #include "base/text.h"
@@ -16,6 +22,25 @@
 
 namespace trireme {
 namespace {
+
+// Made before main(), and so destroyed behind whatever the first line of the log has made.
+struct LastWords {
+  ~LastWords() {
+    if (armed) log_info("test", "after the end of main");
+  }
+  bool armed = false;
+} last_words;
+
+// As a thread does that was given up. A sanitizer sees a logger that is gone.
+TEST(LogDeathTest, TakesLinesAfterTheEndOfMain) {
+  const auto end = [] {
+    log_setup({.level = LogLevel::kInfo, .format = LogFormat::kText, .tag = "a tag that is no short string"});
+    log_info("test", "within main");
+    last_words.armed = true;
+    std::exit(0);
+  };
+  EXPECT_EXIT(end(), ::testing::ExitedWithCode(0), "a tag that is no short string. test: after the end of main");
+}
 
 TEST(Text, ParsesOnlyWholeNumbers) {
   EXPECT_EQ(parse_int("42"), 42);
@@ -45,15 +70,46 @@ TEST(Text, DepthOfJsonLeavesStringsOut) {
 
 TEST(Text, Utf8) {
   EXPECT_TRUE(is_valid_utf8("a\xC3\xA9\xF0\x9F\x98\x80"));
-  EXPECT_FALSE(is_valid_utf8("\xC0\x80"));      // overlong
-  EXPECT_FALSE(is_valid_utf8("\xED\xA0\x80"));  // surrogate
-  EXPECT_FALSE(is_valid_utf8("\xE2\x82"));      // cut
+  EXPECT_FALSE(is_valid_utf8("\xC0\x80"));          // overlong
+  EXPECT_FALSE(is_valid_utf8("\xED\xA0\x80"));      // surrogate
+  EXPECT_FALSE(is_valid_utf8("\xE2\x82"));          // cut
+  EXPECT_FALSE(is_valid_utf8("\xF4\x90\x80\x80"));  // beyond the last
+  EXPECT_FALSE(is_valid_utf8("\xFF"));
+  EXPECT_TRUE(is_valid_utf8(""));
+}
+
+TEST(Text, WhatAStrangerSentBecomesALine) {
+  EXPECT_EQ(one_line("denied: \xC3\xA9", 100), "denied: \xC3\xA9");
+  EXPECT_EQ(one_line("a\r\nb\x1B[31m\x7F", 100), "a  b [31m ");
+  EXPECT_EQ(one_line("\xFFok\xE2\x82", 100), "?ok??");
+  EXPECT_EQ(one_line("abc", 2), "ab");
+  EXPECT_EQ(one_line("a\xC3\xA9", 2), "a") << "no half of a character";
+  EXPECT_EQ(one_line("\xFF\xFF", 1), "?");
+  EXPECT_EQ(one_line("abc", 0), "");
+}
+
+TEST(LogLimit, OneLineInAWhileSaysHowManyWereLeftOut) {
+  const auto at = [](int s) { return SteadyClock::time_point{} + std::chrono::seconds(s); };
+  LogLimit limit(Milliseconds(10000));
+  EXPECT_EQ(limit.due(at(0)), "") << "the first is not kept back";
+  EXPECT_EQ(limit.due(at(1)), std::nullopt);
+  EXPECT_EQ(limit.due(at(9)), std::nullopt);
+  EXPECT_EQ(limit.due(at(10)), " (and 2 more like it before)");
+  EXPECT_EQ(limit.due(at(30)), "");
 }
 
 TEST(Clock, TimesOfDayAreRfc3339) {
   EXPECT_EQ(utc_time(0), "1970-01-01T00:00:00Z");
   EXPECT_EQ(utc_time(1'767'323'045), "2026-01-02T03:04:05Z");
   EXPECT_EQ(utc_now().size(), utc_time(0).size());
+}
+
+TEST(Clock, ADeadlineBehindTheEndOfTheClockIsNever) {
+  for (const Milliseconds time : {Milliseconds(10'000'000'000'000), Milliseconds::max()}) {
+    const Deadline far = Deadline::after(time);
+    EXPECT_FALSE(far.passed());
+    EXPECT_GT(far.remaining().count(), int64_t{1} << 40);
+  }
 }
 
 TEST(Urls, AreSplitIntoWhereAndWhat) {
@@ -104,6 +160,20 @@ TEST(Files, AtomicWriteReplacesAndCleansUp) {
   }
 }
 
+TEST(Files, WritersWithTheSameProcessNumberDoNotMeet) {
+  const TemporaryDirectory dir;
+  const std::filesystem::path path = dir.path() / "x";
+  // What a process of another machine, with this one's number, is writing.
+  std::vector<std::filesystem::path> others;
+  for (int i = 0; i < 1000; ++i) {
+    others.push_back(path.string() + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(i));
+    std::ofstream(others.back()) << "half";
+  }
+  write_file_atomic(path, "whole");
+  for (const std::filesystem::path& other : others) EXPECT_TRUE(std::filesystem::exists(other)) << other;
+  EXPECT_NE(random_hex(), random_hex());
+}
+
 TEST(Files, LargeOnesAreThereWhenTheyAreWhole) {
   const TemporaryDirectory dir;
   const std::filesystem::path path = dir.path() / "large";
@@ -122,6 +192,19 @@ TEST(Files, LargeOnesAreThereWhenTheyAreWhole) {
   EXPECT_EQ(read_file(path), part + "end");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), std::filesystem::directory_iterator()), 1);
   EXPECT_THROW(AtomicFile("/nonexistent/folder/x"), Error);
+}
+
+TEST(Clock, PatienceBeginsAnewWithEachNewCountOnly) {
+  Patience patience(Milliseconds(1000));
+  EXPECT_TRUE(patience.moved(0));
+  EXPECT_FALSE(patience.moved(0));
+  EXPECT_FALSE(patience.passed());
+  std::this_thread::sleep_for(Milliseconds(1010));
+  EXPECT_FALSE(patience.moved(0));
+  EXPECT_TRUE(patience.passed());
+  EXPECT_TRUE(patience.moved(3));
+  EXPECT_FALSE(patience.passed());
+  EXPECT_EQ(patience.seconds(), 1);
 }
 
 TEST(Files, OneAtATimeHasTheLock) {
@@ -186,6 +269,22 @@ TEST(Sigpipe, BlockedInAScopeAndTakenBackAtItsEnd) {
   ignore_sigpipe();
   EXPECT_EQ(write_to_nobody(), EPIPE);
   ::signal(SIGPIPE, before);
+}
+
+TEST(Subprocess, AChildHasNoDescriptorThatItIsNotGiven) {
+  // Without O_CLOEXEC, as libraries open sockets.
+  const int left = ::fcntl(2, F_DUPFD, 100), given = ::fcntl(2, F_DUPFD, 100);
+  ASSERT_GE(left, 100);
+  ASSERT_GE(given, 100);
+  SpawnOptions spawn;
+  spawn.argv = {"sh", "-c",
+                "for fd in " + std::to_string(left) + " " + std::to_string(given) +
+                    "; do [ -e /proc/$$/fd/$fd ] && echo there || echo none; done"};
+  spawn.keep_fd = given;
+  const RunResult result = run_process(spawn, "", Deadline::after(Milliseconds(60000)));
+  ::close(left);
+  ::close(given);
+  EXPECT_EQ(result.output, "none\nthere\n");
 }
 
 TEST(Subprocess, AGroupEndsWhenItsFirstProcessHasEnded) {

@@ -24,6 +24,8 @@ struct Disk {
   std::condition_variable changed;
   bool open = true;
   int64_t room = int64_t{1} << 40;
+  int64_t slow_writes = 0;  // the next so many take so long each
+  Milliseconds slowness{0};
 
   void set_open(bool now) {
     {
@@ -35,6 +37,10 @@ struct Disk {
   void take(size_t bytes) {
     std::unique_lock<std::mutex> lock(mutex);
     changed.wait(lock, [this] { return open; });
+    if (slow_writes > 0) {
+      --slow_writes;
+      std::this_thread::sleep_for(slowness);
+    }
     room -= static_cast<int64_t>(bytes);
     if (room < 0) fail_io("cannot write: No space left on device");
   }
@@ -296,7 +302,8 @@ TEST(BackgroundSave, AnOlderAttemptGivesNothingItsName) {
 
 // Runs both ranks of a job and returns what each threw.
 std::vector<std::string> two_ranks(const fs::path& dir, std::vector<Disk>& disks, Milliseconds patience,
-                                   const std::function<void(TestRank&, int rank)>& work) {
+                                   const std::function<void(TestRank&, int rank)>& work,
+                                   Milliseconds timeout = Milliseconds(120000)) {
   ListeningPort port;
   std::vector<std::string> errors(2);
   disable_flight_recorder();
@@ -307,8 +314,11 @@ std::vector<std::string> two_ranks(const fs::path& dir, std::vector<Disk>& disks
         Layout layout;
         layout.dp = 2;
         TestRank run(dir, disks[static_cast<size_t>(rank)],
-                     std::make_unique<ParallelContext>(layout, port.place(rank, 2, Milliseconds(120000))),
-                     [&](CheckpointOptions& options) { options.patience = patience; });
+                     std::make_unique<ParallelContext>(layout, port.place(rank, 2, timeout)),
+                     [&](CheckpointOptions& options) {
+                       options.patience = patience;
+                       options.staging_block_bytes = 512;
+                     });
         try {
           work(run, rank);
         } catch (const Error& error) {
@@ -365,6 +375,33 @@ TEST(BackgroundSave, AFullDiskOfOneRankIsToldToAll) {
   for (const std::string& error : errors)
     EXPECT_NE(error.find("step_2 failed on rank 1: cannot write: No space left"), std::string::npos) << error;
   EXPECT_EQ(names(dir.path()), std::vector<std::string>{"step_1"});
+}
+
+// Of a rank whose disk is slow the others wait longer than a collective's deadline, and than a save may stand still.
+TEST(BackgroundSave, ASlowDiskOfOneRankIsWaitedForWhileItWrites) {
+  const Milliseconds patience(2500), slowness(450);
+  const int64_t writes = 12;
+  for (const size_t slow : {0, 1}) {
+    const TemporaryDirectory dir;
+    std::vector<Disk> disks(2);
+    disks[slow].slow_writes = writes;
+    disks[slow].slowness = slowness;
+    const Stopwatch watch;
+    const auto errors = two_ranks(
+        dir.path(), disks, patience,
+        [&](TestRank& run, int) {
+          int waits = 0;
+          run.manager->on_wait = [&] { ++waits; };
+          run.begin(1);
+          run.manager->finish();
+          EXPECT_GT(waits, 0) << "who watches the run hears that it goes on";
+        },
+        /*timeout=*/patience);
+    EXPECT_EQ(errors, (std::vector<std::string>{"", ""})) << "rank " << slow << " is slow";
+    EXPECT_EQ(disks[slow].slow_writes, 0) << "it was slow to the end";
+    EXPECT_GT(watch.seconds(), std::chrono::duration<double>(writes * slowness).count());
+    EXPECT_EQ(steps(dir.path()), std::vector<int64_t>{1});
+  }
 }
 
 TEST(BackgroundSave, ARankWhosePartDoesNotComeIsNamed) {

@@ -169,7 +169,44 @@ TEST(Checkpoint, AFollowerKeepsTheStepsOfTheOtherDirectory) {
   EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2, 4}));  // 1 is not the other's, 4 will be
   actor.save(3, 0.5);
   value.manager->tidy();
-  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2}));
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2, 4}));
+  actor.save(5, 0.1);
+  value.manager->tidy();
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2}));  // the other has left 4 out
+}
+
+TEST(Checkpoint, AFollowerKeepsAStepThatCannotBeReadInTheOtherDirectory) {
+  const TemporaryDirectory dir;
+  ValueRun value(dir.path());
+  TestRun actor(dir.path());
+  for (const int64_t step : {1, 2}) {
+    value.save(step);
+    actor.save(step, 0.5);
+  }
+  const fs::path manifest = dir.path() / "step_1" / "manifest.json";
+  fs::rename(manifest, dir.path() / "away");
+  value.save(3);
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{1, 2, 3}));
+}
+
+TEST(Checkpoint, ASaveDoesNotFailByWhatCannotBePruned) {
+  const TemporaryDirectory dir;
+  const fs::path loop = dir.path() / "loop";
+  fs::create_symlink(loop, loop);  // listing it fails
+  ManagedModel value("value", {.directory = dir.path() / "value", .folder = "value", .follows = loop}, 16, 7);
+  for (const int64_t step : {1, 2})
+    EXPECT_NO_THROW(value.manager->save(step, value.model, value.optimizer, {}, {}, "a: 1\n"));
+  value.manager->tidy();
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{1, 2}));
+}
+
+TEST(Checkpoint, AFolderThatCannotBeListedIsNoEmptyOne) {
+  const TemporaryDirectory dir;
+  EXPECT_TRUE(list_checkpoints(dir.path() / "none").empty());
+  const fs::path loop = dir.path() / "loop";
+  fs::create_symlink(loop, loop);
+  expect_error(ErrorKind::kIo, "cannot list the checkpoints in " + loop.string(),
+               [&] { (void)list_checkpoints(loop); });
 }
 
 TEST(Checkpoint, TheStepThatIsAskedForIsLoadedOrNamed) {
@@ -231,7 +268,8 @@ TEST(Checkpoint, WhatACommitWaitsForDecidesAboutIt) {
   const TemporaryDirectory dir;
   TestRun run(dir.path());
   std::vector<int64_t> waited, committed;
-  run.manager->before_commit = [&](int64_t step, const std::atomic<bool>&) {
+  run.manager->before_commit = [&](int64_t step, const std::atomic<bool>&, const std::function<void()>& moves) {
+    moves();
     waited.push_back(step);
     if (step == 2) throw Error(ErrorKind::kUnavailable, "critic rank 0 has died");
   };

@@ -182,6 +182,7 @@ TEST(ConfigText, WrongTypesSayWhatIsExpected) {
   EXPECT_THAT(load_error("policy: {optimizer: {kwargs: {lr: .inf}}}\n"), HasSubstr("expected a number"));
   EXPECT_THAT(load_error("policy: {precision: bf16}\n"), HasSubstr("must be one of bfloat16, float32, got 'bf16'"));
   EXPECT_THAT(load_error("policy: {generation: {top_p: 1.5}}\n"), HasSubstr("must be above 0 and at most 1, got 1.5"));
+  EXPECT_THAT(load_error("cluster: {collective_timeout_s: 1e10}\n"), HasSubstr("must be above 0 and at most 1"));
   EXPECT_THAT(load_error("- a\n"), HasSubstr("expected a mapping of sections"));
 }
 

@@ -101,6 +101,7 @@ TEST(RecipeText, FilesOfV03MeanWhatV03Means) {
   EXPECT_FALSE(v03.loss_fn.kl_output_clamp_value.has_value());
   EXPECT_TRUE(v03.grpo.biased_group_std);
   EXPECT_FALSE(v03.loss_fn.kl_score_function_gradient);
+  EXPECT_TRUE(v03.data.drop_line_feeds);
   EXPECT_TRUE(v03.data.shuffle);  // its loader does not, but its data sets come shuffled
   EXPECT_EQ(v03.data.train.split, "train_1M");
   const Config later = load_config("tests/data/recipes/main_grpo.yaml", {}, nullptr, no_variables);
@@ -108,6 +109,7 @@ TEST(RecipeText, FilesOfV03MeanWhatV03Means) {
   EXPECT_EQ(later.loss_fn.kl_input_clamp_value, 20.0);
   EXPECT_FALSE(later.grpo.biased_group_std);
   EXPECT_TRUE(later.loss_fn.kl_score_function_gradient);
+  EXPECT_FALSE(later.data.drop_line_feeds);
   // What a file says counts, whatever the version.
   EXPECT_EQ(
       load_config_text("loss_fn: {kl_input_clamp_value: 7}\n", {"compatibility=v0.3"}).loss_fn.kl_input_clamp_value,
@@ -130,14 +132,14 @@ TEST(RecipeText, SquadIsKnownByNameWithBothItsSplits) {
   EXPECT_EQ(v03.data.validation.split, "validation");
   EXPECT_EQ(refusal(v03), "");
   EXPECT_EQ(load_config_text(to_yaml(v03)).data.validation.split, "validation");
-  // Rows held out where v0.3's file brings its own, where the set has no such split, and in later versions.
+  // None where v0.3's file brings its own, where the set has no such split, and in later versions.
   for (const char* own :
        {"data: {dataset_name: squad, train_data_path: a.jsonl}\ncompatibility: v0.3\n",
         "data: {dataset_name: openmathinstruct2}\ncompatibility: v0.3\n", "data: {train: {dataset_name: squad}}\n"}) {
-    const Config held_out = load_config_text(own);
-    EXPECT_EQ(held_out.data.validation.dataset_name, "") << own;
-    EXPECT_EQ(held_out.data.validation.input_key, held_out.data.train.input_key) << own;
-    EXPECT_EQ(held_out.data.validation.system_key, held_out.data.train.system_key) << own;
+    const Config unnamed = load_config_text(own);
+    EXPECT_EQ(unnamed.data.validation.dataset_name, "") << own;
+    EXPECT_EQ(unnamed.data.validation.input_key, unnamed.data.train.input_key) << own;
+    EXPECT_EQ(unnamed.data.validation.system_key, unnamed.data.train.system_key) << own;
   }
   // Columns that the file names are not the set's: no system message of its own then.
   EXPECT_EQ(load_config_text("data: {train: {dataset_name: squad, input_key: q}}\n").data.train.system_key, "");
@@ -168,6 +170,35 @@ TEST(RecipeText, ASplitThatIsNotNamedIsTheSetsOwn) {
 }
 
 // Of v0.3: AIME 2024, each problem 16 times. Later versions' files say so themselves.
+TEST(RecipeText, RowsAreHeldOutWhereNemoRlHoldsOutSome) {
+  const auto held_out = [](const std::string& keys) {
+    std::vector<std::string> warnings;
+    const Config config = load_config_text("data: {train: {" + keys + "}}\n", {}, &warnings);
+    const bool asked = keys.find("split_validation_size") != std::string::npos;
+    const bool ignored = asked && config.data.train.split_validation_size == 0;
+    EXPECT_THAT(warnings, ignored ? testing::Matcher<std::vector<std::string>>(ElementsAre(HasSubstr("no rows of")))
+                                  : testing::Matcher<std::vector<std::string>>(IsEmpty()));
+    EXPECT_EQ(load_config_text(to_yaml(config)).data.train.split_validation_size,
+              config.data.train.split_validation_size);
+    return config.data.train.split_validation_size;
+  };
+  EXPECT_EQ(held_out("dataset_name: OpenMathInstruct-2"), 0.05);
+  EXPECT_EQ(held_out("dataset_name: OpenMathInstruct-2, split_validation_size: 0.1"), 0.1);
+  EXPECT_EQ(held_out("dataset_name: OpenMathInstruct-2, data_path: rows.jsonl"), 0.05);
+  for (const std::string name : {"gsm8k", "openai/gsm8k", "DAPOMath17K", "DeepScaler", "squad", "AIME2024"}) {
+    EXPECT_EQ(held_out("dataset_name: " + name), 0) << name;
+    EXPECT_EQ(held_out("dataset_name: " + name + ", split_validation_size: 0.05"), 0) << name;
+    EXPECT_EQ(held_out("dataset_name: " + name + ", data_path: rows.jsonl, split_validation_size: 7"), 7) << name;
+  }
+  EXPECT_EQ(held_out("data_path: rows.jsonl"), 0);
+  EXPECT_EQ(held_out("data_path: rows.jsonl, split_validation_size: 0.05"), 0.05);
+  EXPECT_EQ(held_out("dataset_name: org/rows, split_validation_size: 0.05"), 0.05);
+  EXPECT_EQ(held_out("mixture: [1 OpenMathInstruct-2]"), 0);
+  EXPECT_EQ(load_config_text("data: {dataset_name: openmathinstruct2}\n", {"compatibility=v0.3"})
+                .data.train.split_validation_size,
+            0.05);
+}
+
 TEST(RecipeText, DeepScalerIsValidatedOnAimeInV03) {
   const Config v03 = load_config_text("data: {dataset_name: DeepScaler}\n", {"compatibility=v0.3"});
   EXPECT_EQ(refusal(v03), "");
@@ -230,8 +261,6 @@ std::string switch_on(const config::FeatureKey& key) {
       return key.path + "={enabled: true, more: 1}";
     case When::kAboveOne:
       return key.path + "=2";
-    case When::kFalse:
-      return key.path + "=false";
     case When::kIs:
       return key.path + "=" + key.value;
     case When::kList:
@@ -251,8 +280,6 @@ std::vector<std::string> leave_off(const config::FeatureKey& key) {
       return {key.path + "=null", key.path + "={enabled: false, more: 1}", key.path + "={more: 1}"};
     case When::kAboveOne:
       return {key.path + "=1", key.path + "=null"};
-    case When::kFalse:
-      return {key.path + "=true"};
     case When::kIs:
       return {key.path + "=auto", key.path + "=null"};
     case When::kList:

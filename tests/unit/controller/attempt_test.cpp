@@ -243,6 +243,68 @@ TEST(Reports, TheDoubtSaysWhenItEnds) {
   EXPECT_NE(find_condition(p.status, "Progressing")->message.find("silence of 400 s"), std::string::npos);
 }
 
+// Trainers verify the status server with the CA that their attempt was made with, for as long as it lives.
+TEST(Reports, SilenceUnderAnotherCaIsNoHang) {
+  World w = two_pods("  health: {heartbeatTimeoutSeconds: 20}\n");
+  std::string ca = "OLD";
+  w.options.objects.status_ca = [&] { return ca; };
+  w.run();
+  ca = "NEW";
+  w.now_ms += 15'000;
+  w.reconcile();
+  EXPECT_EQ(w.condition("Progressing")->reason, "Reporting") << "a connection of before may still stand";
+  w.now_ms += 6000;
+  reconcile_and_hear(w);
+  EXPECT_EQ(w.condition("Progressing")->status, "Unknown");
+  EXPECT_EQ(w.condition("Progressing")->reason, "CaChanged");
+  EXPECT_NE(w.condition("Progressing")->message.find("suspend and resume"), std::string::npos);
+  for (int hour = 0; hour < 48; ++hour, w.now_ms += 3'600'000) reconcile_and_hear(w);
+  EXPECT_EQ(w.job.status.attempt, 1);
+  EXPECT_EQ(w.job.status.restarts, 0);
+  EXPECT_EQ(count_events(w, "CaChanged"), 1);
+  Observed o = w.observe();
+  o.reports_out = true;
+  EXPECT_EQ(find_condition(plan(o, w.options).status, "Progressing")->reason, "CaChanged")
+      << "it does not end by itself";
+  w.rendezvous();
+  w.reconcile();
+  EXPECT_EQ(w.condition("Progressing")->reason, "Reporting");
+  ca = "OLD";  // the Secret was put back
+  w.now_ms += 21'000;
+  w.reconcile();
+  EXPECT_EQ(w.job.status.last_failure->reason, kReasonHung);
+}
+
+TEST(Reports, ANewLeaderWithAnotherCaRestartsNobody) {
+  World w = two_pods("  health: {heartbeatTimeoutSeconds: 20}\n");
+  std::string ca = "OLD";
+  w.options.objects.status_ca = [&] { return ca; };
+  w.run();
+  ca = "NEW";
+  w.report.reset();
+  w.ages = Ages();
+  w.reconcile();
+  w.now_ms += 3'600'000;
+  w.reconcile();
+  EXPECT_EQ(w.job.status.attempt, 1);
+  EXPECT_EQ(w.condition("Progressing")->reason, "CaChanged");
+}
+
+TEST(Reports, AStartUnderAnotherCaSaysSo) {
+  World w = two_pods("  health: {startupDeadlineSeconds: 20}\n");
+  std::string ca = "OLD";
+  w.options.objects.status_ca = [&] { return ca; };
+  w.reconcile();
+  w.place_all();
+  w.reconcile();
+  ca = "NEW";
+  w.now_ms += 21'000;
+  w.reconcile();
+  EXPECT_EQ(w.job.status.phase, phase::kRunning);
+  EXPECT_EQ(w.condition("Progressing")->reason, "CaChanged");
+  EXPECT_EQ(count_events(w, "CaChanged"), 1);
+}
+
 TEST(Health, ActionEventCoversTheStart) {
   World w = two_pods("  health: {startupDeadlineSeconds: 100, action: Event}\n");
   w.reconcile();

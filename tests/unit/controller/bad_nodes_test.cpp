@@ -48,6 +48,18 @@ TEST(BadNodes, InASmallClusterOnlyAllOfSeveralAreDoubted) {
   EXPECT_TRUE(nodes.in_doubt());
 }
 
+TEST(BadNodes, ThoseThatWereTakenAwayAreForgottenAfterADay) {
+  constexpr int kDay = 24 * 3600;
+  BadNodes nodes;
+  nodes.heard("gone", NodeState::kGone, 9, at(0));
+  nodes.heard("silent", NodeState::kNotReady, 9, at(0));
+  nodes.heard("other", NodeState::kNotReady, 9, at(kDay - 1));
+  EXPECT_EQ(nodes.since("gone"), at(0));
+  EXPECT_EQ(nodes.heard("other", NodeState::kReady, 9, at(kDay)), Names{"other"});
+  EXPECT_EQ(nodes.since("gone"), std::nullopt) << "an autoscaler never uses a name again";
+  EXPECT_EQ(nodes.since("silent"), at(0)) << "it may still come back";
+}
+
 TEST(BadNodes, ThoseThatWereTakenAwayAreNotDoubted) {
   BadNodes nodes;
   for (const char* name : {"a", "b", "c"}) nodes.heard(name, NodeState::kGone, 0, at(0));

@@ -39,6 +39,7 @@ inline ReconcilerOptions fast_options() {
   o.plan.objects.status_url = "http://status:8090";
   o.plan.objects.network_policies = true;
   o.unknown_node = Milliseconds(50);
+  o.node_answer = Milliseconds(20);
   o.refusal_min = Milliseconds(20);
   o.refusal_max = Milliseconds(100);
   o.least_silence = Milliseconds(100);

@@ -15,8 +15,6 @@ using std::chrono::seconds;
 using testing::kTwoPods;
 using testing::make_job;
 
-constexpr Milliseconds kUnknownNode{10000};
-
 struct Look {
   Facts facts;
   Sightings sightings;
@@ -42,7 +40,7 @@ struct Look {
   }
   Observed at(int s) {
     facts.now = SteadyClock::time_point{} + seconds(1000 + s);
-    return observe(facts, sightings, kUnknownNode);
+    return observe(facts, sightings);
   }
 };
 
@@ -81,12 +79,15 @@ TEST(Facts, OnlyTheJobsOwnObjectsAreSeen) {
 
 TEST(Facts, ARefusalHoldsForItsAttemptAndRunsOut) {
   Look look;
-  look.facts.answers.refusal = Refusal{1, "Pod", "exceeded quota", false, 1, look.facts.now + seconds(4)};
+  look.facts.answers.refusal = Refusal{"uid-quick", 1, "Pod", "exceeded quota", false, 1, look.facts.now + seconds(4)};
   EXPECT_EQ(look.at(1).rejection, "exceeded quota");
   EXPECT_EQ(look.at(1).rejection_kind, "Pod");
   EXPECT_EQ(look.at(1).rejection_wait, seconds(3));
   EXPECT_EQ(look.at(9).rejection_wait, seconds(0));
   EXPECT_TRUE(look.at(9).rejection) << "it is what the last try met with";
+  look.facts.snapshot.job.metadata.uid = "uid-of-the-next";
+  EXPECT_FALSE(look.at(1).rejection) << "a job that was made again under the name";
+  look.facts.snapshot.job.metadata.uid = "uid-quick";
   look.facts.snapshot.job.status.attempt = 2;
   EXPECT_FALSE(look.at(1).rejection);
 }
@@ -114,19 +115,52 @@ TEST(Facts, NodesAreJudgedByWhatWasHeardOfThem) {
   EXPECT_EQ(look.at(5).pods[1].node_state, NodeState::kUnknown) << "nodes are not watched";
 }
 
-TEST(Facts, ANodeThatIsNotKnownYetIsNoLoss) {
+TEST(Facts, ANodeIsGoneWhenTheServerSaysSo) {
   Look look;
   look.facts.nodes_known = true;
   look.pod(0, "new");
-  EXPECT_EQ(look.at(0).pods[0].node_state, NodeState::kUnknown);
-  EXPECT_EQ(look.at(9).pods[0].node_state, NodeState::kUnknown);
-  EXPECT_EQ(look.at(10).pods[0].node_state, NodeState::kGone);
-  look.facts.nodes["new"].cached = NodeState::kReady;
-  EXPECT_EQ(look.at(11).pods[0].node_state, NodeState::kReady);
-  look.facts.nodes["new"].cached.reset();
-  EXPECT_EQ(look.at(12).pods[0].node_state, NodeState::kUnknown) << "its time begins anew";
-  look.facts.nodes["new"].bad_since = look.facts.now;
-  EXPECT_EQ(look.at(13).pods[0].node_state, NodeState::kGone) << "it was heard to go";
+  NodeFact& node = look.facts.nodes["new"];
+  for (const int s : {0, 10, 86400}) {
+    const Observed o = look.at(s);
+    EXPECT_EQ(o.pods[0].node_state, NodeState::kUnknown) << "the watch may be behind, after " << s << " s";
+    EXPECT_TRUE(o.pods[0].node_unclear);
+  }
+  node.bad_since = look.facts.now;
+  EXPECT_EQ(look.at(86401).pods[0].node_state, NodeState::kUnknown) << "it was heard to go, and may be back";
+  node.gone = true;
+  const Observed o = look.at(86402);
+  EXPECT_EQ(o.pods[0].node_state, NodeState::kGone);
+  EXPECT_FALSE(o.pods[0].node_unclear);
+  node.cached = NodeState::kReady;
+  EXPECT_EQ(look.at(86403).pods[0].node_state, NodeState::kReady) << "the watch tells of it again";
+  look.facts.nodes_known = false;
+  EXPECT_FALSE(look.at(86404).pods[0].node_unclear) << "nodes are not watched";
+}
+
+TEST(Facts, AnUnknownNodeIsAskedAboutWhenItsNewsAreOverdue) {
+  using Names = std::vector<std::string>;
+  Look look;
+  look.facts.nodes_known = true;
+  look.pod(0, "new");
+  NodeFact& node = look.facts.nodes["new"];
+  const auto asked = [&](int s) {
+    look.facts.now = SteadyClock::time_point{} + seconds(1000 + s);
+    return nodes_to_ask(look.facts, look.sightings, look.facts.now, seconds(10));
+  };
+  EXPECT_EQ(asked(0), Names{});
+  look.at(0);
+  EXPECT_EQ(asked(9), Names{}) << "news on its way";
+  EXPECT_EQ(asked(10), Names{"new"});
+  look.at(10);
+  EXPECT_EQ(asked(11), Names{"new"}) << "whatever the answer was, until the watch tells of it";
+  node.cached = NodeState::kReady;
+  EXPECT_EQ(asked(12), Names{});
+  look.at(12);
+  node.cached.reset();
+  look.at(13);
+  EXPECT_EQ(asked(22), Names{}) << "its time begins anew";
+  node.bad_since = look.facts.now;
+  EXPECT_EQ(asked(22), Names{"new"}) << "it was heard to go";
 }
 
 TEST(Facts, DurationsAreMeasuredFromTheFirstSight) {

@@ -82,6 +82,25 @@ TEST(Objects, PodsGetTheAuthorityOfTheStatusServer) {
             std::string(kStatusTokenMountPath) + "/" + sources[1]["configMap"]["items"][0]["path"].get<std::string>());
 }
 
+TEST(Objects, PodsAreMarkedWithTheAuthorityThatTheyGot) {
+  Made m = made(kTwoPods);
+  const auto mark = [&](const char* pem) {
+    m.options.status_ca = [pem] { return std::string(pem); };
+    const Json p = pod(m.context(), "actor", 0);
+    const std::string seen = observe("x", read_pod(pod_fields().parse(p.dump()))).status_ca;
+    EXPECT_EQ(p["metadata"]["labels"].value(kLabelStatusCa, ""), seen);
+    EXPECT_EQ(seen, status_ca_mark(m.options));
+    EXPECT_LE(seen.size(), 63u) << "a label's value";
+    return seen;
+  };
+  EXPECT_EQ(mark(""), "");
+  EXPECT_NE(mark("ONE"), "");
+  EXPECT_EQ(mark("ONE"), mark("ONE"));
+  EXPECT_NE(mark("ONE"), mark("TWO"));
+  m.options.status_url.clear();
+  EXPECT_FALSE(pod(m.context(), "actor", 0)["metadata"]["labels"].contains(kLabelStatusCa)) << "no reports, no CA";
+}
+
 TEST(Objects, PodsOfARoleDifferOnlyInTheirPlace) {
   const Made m = made(kTwoPods);
   Json a = pod(m.context(), "actor", 0), b = pod(m.context(), "actor", 1);
@@ -263,7 +282,23 @@ TEST(Objects, ServiceComesFirstAndPodsLast) {
   EXPECT_GT(actions[3].wave, actions[2].wave);
   EXPECT_EQ(actions[4].resource.plural, "pods");
   EXPECT_GT(actions[4].wave, actions[3].wave);
-  EXPECT_EQ(actions[4].body["spec"]["schedulingGroup"]["podGroupName"], "quick-a2");
+  EXPECT_EQ(actions[4].content()["spec"]["schedulingGroup"]["podGroupName"], "quick-a2");
+}
+
+TEST(Objects, APodsBodyIsMadeWhenItIsAskedFor) {
+  std::vector<Action> actions;
+  std::vector<WantedPod> wanted;
+  {
+    const Made m = made(kTwoPods);
+    wanted = wanted_pods(m.job, 2);
+    actions = pod_actions(m.context(), wanted, 1);
+  }
+  ASSERT_EQ(actions.size(), 2u);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_TRUE(actions[i].body.is_null());
+    EXPECT_EQ(actions[i].name, wanted[i].name);
+    EXPECT_EQ(actions[i].content()["metadata"]["name"], wanted[i].name) << "the plan's context is gone";
+  }
 }
 
 // ---- what the caches make of objects
@@ -287,6 +322,20 @@ TEST(Cache, FailedPodTellsWhy) {
   EXPECT_EQ(p.trouble->reason, "OOMKilled");
   EXPECT_EQ(p.trouble->log, "log");
   EXPECT_GT(p.trouble->finished_ms, 0);
+}
+
+TEST(Cache, WhatAKubeletDoesNotAdmitIsRejected) {
+  const auto reason_of = [](const char* said) {
+    const Json status = {{"phase", "Failed"}, {"reason", said}, {"message", "Pod was rejected"}};
+    return read_pod(Json{{"metadata", {{"name", "x"}}}, {"status", status}}).trouble->reason;
+  };
+  for (const char* said : {"UnexpectedAdmissionError", "NodeAffinity", "OutOfcpu", "OutOfnvidia.com/gpu",
+                           "TopologyAffinityError", "SMTAlignmentError", "inconsistentCPUAllocationError",
+                           "SysctlForbidden", "TaintToleration", "VolumeAttachmentLimitExceeded"})
+    EXPECT_EQ(reason_of(said), "AdmissionRejected") << said;
+  EXPECT_EQ(reason_of("Evicted"), "Evicted");
+  EXPECT_EQ(reason_of("DeadlineExceeded"), "DeadlineExceeded");
+  EXPECT_EQ(reason_of("NodeShutdown"), "NodeShutdown");
 }
 
 TEST(Cache, ALaunchersAccountIsReadAndHostileOnesAreText) {

@@ -314,6 +314,18 @@ TEST(Plan, LostNodeRestartsForFreeAndItsPodGoesWithTheNode) {
   EXPECT_TRUE(w.violations.empty());
 }
 
+TEST(Plan, ANodeThatIsNotClearIsAskedAboutAgain) {
+  World w = two_pods();
+  w.run();
+  Observed o = w.observe();
+  o.pods[0].node_state = NodeState::kUnknown;
+  o.pods[0].node_unclear = true;
+  const Plan p = plan(o, w.options);
+  EXPECT_FALSE(p.decision);
+  ASSERT_TRUE(p.requeue_after);
+  EXPECT_LE(*p.requeue_after, Milliseconds(10000)) << "no news may ever come of it";
+}
+
 TEST(Plan, PodStuckOnAGoodNodeIsNeverForced) {
   World w = two_pods("  failurePolicy: {terminationTimeoutSeconds: 30}\n");
   w.run();
@@ -562,6 +574,25 @@ TEST(Plan, RunningJobEditedIntoNonsenseRunsOn) {
   EXPECT_EQ(w.condition("Accepted")->reason, "Invalid");
 }
 
+TEST(Plan, AJobTooLargeThatWasAcceptedOnceGetsNoAttempt) {
+  World w = two_pods();
+  w.run();
+  const int64_t created = w.created_total;
+  w.job.spec.roles.actor->pod_template = {{"metadata", {{"annotations", {{"a", std::string(300000, 'x')}}}}}};
+  for (int i = 0; i < 3; ++i) w.reconcile();
+  EXPECT_EQ(w.condition("Accepted")->status, "True") << "what runs goes on";
+  for (const char* phase : {phase::kPending, phase::kQueued, phase::kRestarting}) {
+    w.pods.clear();
+    w.job.status.phase = phase;
+    for (int i = 0; i < 3; ++i) w.reconcile();
+    EXPECT_EQ(w.created_total, created) << phase;
+    EXPECT_EQ(w.condition("Accepted")->reason, "Invalid") << phase;
+    EXPECT_NE(w.condition("Accepted")->message.find("bytes long as JSON; at most 262144 are allowed"),
+              std::string::npos);
+    set_condition(w.job.status, "Accepted", "True", "Accepted", "", w.now_ms);
+  }
+}
+
 TEST(Plan, MissingBackendIsSaidAndWaitedFor) {
   World w = two_pods("  scheduling: {backend: Volcano}\n");
   w.reconcile();
@@ -570,6 +601,54 @@ TEST(Plan, MissingBackendIsSaidAndWaitedFor) {
   w.options.discovery["scheduling.volcano.sh/v1beta1"] = {"podgroups"};
   w.reconcile();
   EXPECT_EQ(w.job.status.phase, phase::kQueued);
+}
+
+TEST(Plan, ABackendThatIsMissingLaterIsWaitedForToo) {
+  const scheduling::Discovery volcano = {{"scheduling.volcano.sh/v1beta1", {"podgroups"}}};
+  World w = two_pods("  scheduling: {backend: Volcano}\n");
+  w.options.discovery = volcano;
+  w.run();
+  w.options.discovery.clear();
+  w.reconcile();
+  EXPECT_EQ(w.job.status.phase, phase::kRunning) << "what runs needs none";
+  EXPECT_EQ(w.condition("Accepted")->status, "True");
+  w.fail_pod(w.actor(1), 1);
+  w.reconcile();
+  w.finish_deletions();
+  for (int i = 0; i < 3; ++i) {
+    w.now_ms += 60'000;
+    w.reconcile();
+    EXPECT_EQ(w.created_total, 2) << "pods of a gang without the gang";
+    EXPECT_EQ(w.job.status.phase, phase::kRestarting);
+    EXPECT_EQ(w.job.status.waiting, "BackendMissing");
+    EXPECT_EQ(w.condition("Accepted")->reason, "BackendMissing");
+    EXPECT_EQ(w.services.count(1), 1u) << "the gang that it stands for could not be removed";
+  }
+  const std::string said = to_json(w.job).dump();
+  w.now_ms += 60'000;
+  w.reconcile();
+  EXPECT_EQ(to_json(w.job).dump(), said) << "it is said once";
+  w.options.discovery = volcano;
+  w.reconcile();
+  w.reconcile();
+  EXPECT_EQ(w.condition("Accepted")->status, "True");
+  EXPECT_EQ(w.job.status.phase, phase::kQueued);
+  EXPECT_EQ(w.created_total, 4);
+  EXPECT_EQ(w.services.count(1), 0u);
+  EXPECT_TRUE(w.violations.empty());
+}
+
+TEST(Plan, AGangThatLostItsBackendIsNotFilledUp) {
+  World w = two_pods("  scheduling: {backend: Volcano}\n");
+  w.options.discovery["scheduling.volcano.sh/v1beta1"] = {"podgroups"};
+  w.reconcile();
+  ASSERT_EQ(w.created_total, 2);
+  w.take(w.actor(1));
+  w.options.discovery.clear();
+  w.reconcile();
+  EXPECT_EQ(w.created_total, 2);
+  EXPECT_EQ(w.job.status.phase, phase::kQueued);
+  EXPECT_EQ(w.job.status.waiting, "BackendMissing");
 }
 
 TEST(Plan, RejectedPodsFailOrWait) {

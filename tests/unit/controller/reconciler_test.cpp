@@ -281,6 +281,28 @@ TEST(Reconciler, LostNodeRestarts) {
   EXPECT_EQ(c.violations(), std::vector<std::string>{});
 }
 
+TEST(Reconciler, NodesThatTheWatchKeepsBackAreNotLost) {
+  Cluster c;
+  const auto node_of = [](int i) { return ObjectKey{"", "node-" + std::to_string(i)}; };
+  for (int i = 0; i < 3; ++i) c.server.erase(resources::kNodes, node_of(i));
+  c.server.inject({.method = "GET", .path_part = "/api/v1/nodes?allowWatchBookmarks", .status = 503, .times = -1});
+  c.start_operator();
+  for (int i = 0; i < 3; ++i) c.put_node(i, true);  // as an autoscaler does
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.server.count("GET", "/api/v1/nodes/node-") >= 4; }));
+  EXPECT_EQ(c.attempt(job), 1);
+  EXPECT_EQ(c.job(job)["status"].value("freeRestarts", 0), 0);
+  // No answer is no loss either; 404 is.
+  c.server.inject({.method = "GET", .path_part = "/api/v1/nodes/node-", .status = 403, .times = 4});
+  const int before = c.server.count("GET", "/api/v1/nodes/node-");
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.server.count("GET", "/api/v1/nodes/node-") >= before + 4; }));
+  EXPECT_EQ(c.attempt(job), 1);
+  for (int i = 0; i < 3; ++i) c.server.erase(resources::kNodes, node_of(i));
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.attempt(job) >= 2; }));
+  EXPECT_EQ(c.job(job)["status"]["lastFailure"]["reason"], "NodeLost");
+}
+
 TEST(Reconciler, ForeignPodInTheWayIsNotTouched) {
   Cluster c;
   c.kubelets = false;
@@ -533,6 +555,80 @@ TEST(Reconciler, StandbyWritesNothing) {
   ASSERT_TRUE(eventually([&] { return asked > 0; }));
   EXPECT_EQ(c.server.count("POST", "/namespaces/team"), 0);
   EXPECT_EQ(c.server.count("PATCH", ""), 0);
+}
+
+TEST(Reconciler, FewClaimsAreReadAndNoneAfterAFailure) {
+  for (const bool fails : {false, true}) {
+    Cluster c;
+    if (fails) c.server.inject({.method = "GET", .path_part = "/persistentvolumeclaims/", .status = 403, .times = -1});
+    Json object = testing::job_object("quick");
+    Json volumes = Json::array();
+    for (int i = 0; i < 40; ++i) {
+      const std::string name = "claim-" + std::to_string(i);
+      volumes.push_back({{"name", name}, {"persistentVolumeClaim", {{"claimName", name}}}});
+    }
+    object["spec"]["roles"]["actor"]["template"]["spec"] = {{"containers", Json::array({{{"name", "trainer"}}})},
+                                                            {"volumes", volumes}};
+    c.server.put(resources::kRlJobs, object);
+    c.start_operator();
+    ASSERT_TRUE(c.wait_phase({"team", "quick"}, phase::kRunning));
+    EXPECT_EQ(c.attempt({"team", "quick"}), 1);
+    EXPECT_EQ(c.server.count("GET", "/persistentvolumeclaims/"), fails ? 1 : 16);
+  }
+}
+
+// A wave of 32 pods of the actor and one of generation, with five threads.
+struct WaveOfPods {
+  kube::testing::FakeApiServer server;
+  kube::Client client{server.config(), {.qps = 0}};
+  Pool pool{4};
+  Writer writer{client, {}, pool, [] { return Load{}; }};
+  RLJob job;
+
+  WaveOfPods() {
+    std::vector<Issue> issues;
+    job = rljob_from_json(server.put(resources::kRlJobs, testing::job_object("quick")), issues, {.strict = false});
+  }
+  bool carry_out() {
+    std::vector<Action> actions;
+    for (int i = 0; i <= 32; ++i) {
+      Action action;
+      action.resource = resources::kPods;
+      action.name = "pod-" + std::to_string(i);
+      action.body = {{"metadata",
+                      {{"name", action.name},
+                       {"namespace", "team"},
+                       {"labels", {{kLabelRole, i < 32 ? "actor" : "generation"}}}}}};
+      actions.push_back(std::move(action));
+    }
+    return writer.carry_out({"team", "quick"}, job, std::move(actions), Deadline::after(Milliseconds(60000)));
+  }
+  int asked(const std::string& role) const {
+    int n = 0;
+    for (const auto& request : server.requests())
+      n += request.method == "POST" && request.body.find("\"" + role + "\"") != std::string::npos;
+    return n;
+  }
+};
+
+TEST(Wave, AfterARefusalTheOthersOfTheRoleAreNotAskedFor) {
+  WaveOfPods w;
+  w.server.limit_pods("team", 0);
+  EXPECT_FALSE(w.carry_out());
+  EXPECT_GE(w.asked("actor"), 1);
+  EXPECT_LE(w.asked("actor"), 5) << "one for each thread that had begun";
+  EXPECT_EQ(w.asked("generation"), 1) << "a pod of another template may be taken";
+  ASSERT_TRUE(w.writer.answers({"team", "quick"}).refusal);
+  w.server.limit_pods("team", 100);
+  EXPECT_TRUE(w.carry_out()) << "the next wave asks again";
+  EXPECT_EQ(w.server.list(resources::kPods).size(), 33u);
+}
+
+TEST(Wave, AServerThatAsksForLessIsSentNoMore) {
+  WaveOfPods w;
+  w.server.inject({.method = "POST", .path_part = "/pods", .status = 429, .reason = "TooManyRequests", .times = -1});
+  EXPECT_THROW(w.carry_out(), kube::ApiError);
+  EXPECT_LE(w.asked("actor") + w.asked("generation"), 5);
 }
 
 TEST(Pool, RunsAllAndThrowsTheFirstFailure) {

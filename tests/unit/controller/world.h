@@ -131,7 +131,8 @@ struct World {
       return;
     }
     if (action.kind == Action::Kind::kCreate) {
-      const Json& labels = action.body["metadata"]["labels"];
+      const Json body = action.content();
+      const Json& labels = body["metadata"]["labels"];
       const int64_t attempt = labels.contains(kLabelAttempt) ? std::stoll(labels[kLabelAttempt].get<std::string>()) : 0;
       if (kind == "services" && attempt > 0) services.insert(attempt);
       if (kind != "pods" || pods.count(action.name) > 0) return;  // AlreadyExists
@@ -168,6 +169,7 @@ struct World {
       pod.rank = rank;
       pod.incarnation = incarnation;
       pod.failures_before = number_of(labels, kLabelFailures);
+      pod.status_ca = labels.value(kLabelStatusCa, "");
       pod.attempt = attempt;
       pods[action.name] = pod;
       ever[action.name] = false;

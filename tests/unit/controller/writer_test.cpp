@@ -42,7 +42,7 @@ TEST(Refusal, IsAskedAboutMoreAndMoreSeldom) {
   const ApiError quota(ApiErrorKind::kForbidden, 403, "Forbidden", "exceeded quota");
   const auto next = [&](const std::optional<Refusal>& before, int64_t attempt, const ApiError& error,
                         const char* kind = "Pod") {
-    return refused(before, attempt, kind, error, now, Milliseconds(1000), Milliseconds(30000));
+    return refused(before, "uid", attempt, kind, error, now, Milliseconds(1000), Milliseconds(30000));
   };
   std::optional<Refusal> refusal;
   for (const int wait : {1000, 2000, 4000, 8000, 16000, 30000, 30000}) {
@@ -56,6 +56,8 @@ TEST(Refusal, IsAskedAboutMoreAndMoreSeldom) {
   EXPECT_EQ(refusal->message, "exceeded quota");
   EXPECT_FALSE(refusal->is_final);
   EXPECT_EQ(next(refusal, 3, quota).retry_at - now, Milliseconds(1000)) << "another attempt begins anew";
+  refusal->job_uid = "of an earlier job of the name";
+  EXPECT_EQ(next(refusal, 2, quota).in_a_row, 1) << "another job does, too";
   const ApiError patient(ApiErrorKind::kForbidden, 403, "", "later", Milliseconds(5000));
   EXPECT_EQ(next({}, 1, patient).retry_at - now, Milliseconds(5000));
   const ApiError invalid(ApiErrorKind::kInvalid, 422, "Invalid", "no such field");

@@ -10,6 +10,7 @@
 #include <zstd.h>
 
 #include <fstream>
+#include <limits>
 #include <map>
 #include <set>
 #include <thread>
@@ -78,6 +79,15 @@ class DatasetTest : public testing::Test {
     std::vector<int64_t> out;
     for (const PromptExample& example : stream->take(count)) out.push_back(example.index);
     return out;
+  }
+
+  // What the loss counts.
+  std::string learnt_text(const PromptExample& example) const {
+    std::vector<int32_t> learnt;
+    for (size_t i = 0; i < example.response.size(); ++i) {
+      if (example.response_mask[i] != 0) learnt.push_back(example.response[i]);
+    }
+    return tokenizer_->decode(learnt, false);
   }
 
   TemporaryDirectory dir_;
@@ -523,6 +533,26 @@ TEST_F(DatasetTest, EachEpochHasEveryRowOnceInAnotherOrder) {
   EXPECT_TRUE(std::is_sorted(plain.begin(), plain.end()));
 }
 
+TEST_F(DatasetTest, AnEpochCountsItsWholeBatches) {
+  DataOptions options = raw(write("d.jsonl", rows(23)));
+  PromptStream stream(options, tokenizer_);
+  EXPECT_EQ(stream.rows_of_epochs(1, 10), 20);
+  EXPECT_EQ(stream.rows_of_epochs(3, 10), 60) << "not 69, which are nearly seven";
+  EXPECT_EQ(stream.rows_of_epochs(3, 23), 69);
+  EXPECT_EQ(stream.rows_of_epochs(3, 24), 69) << "no whole batch";
+  EXPECT_EQ(stream.rows_of_epochs(std::numeric_limits<int64_t>::max() / 2, 10), std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(stream.drawn(), 0);
+  stream.take(30);
+  EXPECT_EQ(stream.drawn(), 30);
+  PromptStream resumed(options, tokenizer_);
+  resumed.restore(stream.state());
+  EXPECT_EQ(resumed.drawn(), 30);
+  options.max_input_seq_length = 2;  // rows 10 to 22 have three tokens
+  PromptStream with_long(options, tokenizer_);
+  with_long.take(11);
+  EXPECT_EQ(with_long.drawn(), 24) << "those that are skipped are rows of the epoch too";
+}
+
 TEST_F(DatasetTest, RestoreContinuesExactly) {
   std::string text = rows(20);
   text += json{{"input", std::string(100, 'x')}, {"output", "1"}}.dump() + "\n";
@@ -635,9 +665,11 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
   EXPECT_THAT(example.response, ElementsAre('2', kByteImEnd));
   EXPECT_THAT(example.response_mask, ElementsAre(1, 1));
   options.apply_chat_template = true;
+  options.add_generation_prompt = true;
   const PromptExample chat = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(chat.prompt_text, "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n");
-  EXPECT_THAT(chat.response, ElementsAre('2', kByteImEnd));  // not the template's line feed
+  EXPECT_THAT(chat.response, ElementsAre('2', kByteImEnd, '\n'));
+  EXPECT_THAT(chat.response_mask, ElementsAre(1, 1, 1));
   options.path = write("d.jsonl", R"({"input": "1+1=", "output": ""})");
   EXPECT_THAT(open_error(options), HasSubstr("nothing to learn"));
   options.path = write("long.jsonl", R"({"input": "1", "output": "long answer"})"
@@ -647,6 +679,62 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
   options.max_input_seq_length = 5;
   PromptStream limited(options, tokenizer_);
   EXPECT_THAT(indices(&limited, 2), ElementsAre(1, 1));
+}
+
+TEST_F(DatasetTest, AConversationBeginsWithTheTokenizersFirstToken) {
+  DataOptions options = raw(write("d.jsonl", R"({"input": "1", "output": "2"})"));
+  options.completions = true;
+  options.apply_chat_template = true;
+  const std::string text = "{% for m in messages %}{{ ' Q:' if m.role == 'user' else ' ' }}{{ m.content }}{% endfor %}";
+  const auto first = [&](const std::string& chat_template) {
+    return PromptStream(options, Tokenizer::load(dir_.path() / "model", chat_template)).next();
+  };
+  EXPECT_THAT(first(text).prompt, ElementsAre(' ', 'Q', ':', '1')) << "this tokenizer has none";
+
+  const std::filesystem::path config = dir_.path() / "model" / "tokenizer_config.json";
+  json changed = json::parse(read_file(config));
+  changed["bos_token"] = "<|endoftext|>";
+  write_file_atomic(config, changed.dump());
+  const PromptExample added = first(text);
+  EXPECT_EQ(added.prompt_text, "<|endoftext|> Q:1");
+  EXPECT_THAT(added.prompt, ElementsAre(kByteEndOfText, ' ', 'Q', ':', '1'));
+  EXPECT_THAT(added.response, ElementsAre(' ', '2', kByteImEnd));
+  EXPECT_THAT(first("{{ bos_token }}" + text).prompt, ElementsAre(kByteEndOfText, ' ', 'Q', ':', '1'));
+  options.max_input_seq_length = 7;  // of 8 with it
+  EXPECT_THAT(error_of([&] { first(text); }), HasSubstr("none of the 1 prompts"));
+  options.add_bos = false;
+  EXPECT_THAT(first(text).prompt, ElementsAre(' ', 'Q', ':', '1'));
+  options.add_bos = true;
+  options.completions = false;  // generation begins with what the template writes
+  EXPECT_THAT(first(text).prompt, ElementsAre(' ', 'Q', ':', '1'));
+}
+
+TEST_F(DatasetTest, HowAConversationEnds) {
+  DataOptions options = raw(write("d.jsonl", R"({"input": "1", "output": "2\n"})"));
+  options.completions = true;
+  const auto first = [&] { return PromptStream(options, tokenizer_).next(); };
+  // Text, its line feed, the end token: as it stands, and without line feeds.
+  EXPECT_THAT(first().response, ElementsAre('2', '\n', kByteImEnd));
+  options.drop_line_feeds = true;
+  EXPECT_THAT(first().response, ElementsAre('2', kByteImEnd));
+  options.add_eos = false;
+  EXPECT_THAT(first().response, ElementsAre('2'));
+  EXPECT_THAT(first().response_mask, ElementsAre(1));
+  options.drop_line_feeds = false;
+  EXPECT_THAT(first().response, ElementsAre('2', '\n'));
+  // Of a conversation, only the end of the last response.
+  options = raw(write("c.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": )"
+                                 R"("b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]})"));
+  options.completions = options.apply_chat_template = options.add_generation_prompt = true;
+  EXPECT_EQ(learnt_text(first()), "b<|im_end|>\nd<|im_end|>\n");
+  options.drop_line_feeds = true;
+  EXPECT_EQ(learnt_text(first()), "b<|im_end|>\nd<|im_end|>");
+  // The end token is the tokenizer's, whatever else ends generation.
+  write_file_atomic(dir_.path() / "model" / "generation_config.json", R"({"eos_token_id": [256, 258]})");
+  tokenizer_ = Tokenizer::load(
+      dir_.path() / "model",
+      "{% for m in messages %}{{ m.content }}{{ '<|endoftext|>' if m.role == 'assistant' }}{% endfor %}");
+  EXPECT_EQ(learnt_text(first()), "b<|endoftext|>d<|endoftext|><|im_end|>");
 }
 
 TEST_F(DatasetTest, ARowsOwnSystemMessage) {
@@ -659,10 +747,11 @@ TEST_F(DatasetTest, ARowsOwnSystemMessage) {
   options.system_prompt_file = write("system.txt", "of the file");
   options.completions = true;
   options.apply_chat_template = true;
+  options.add_generation_prompt = true;
   PromptStream stream(options, tokenizer_);
   const PromptExample own = stream.next();
   EXPECT_EQ(own.prompt_text, "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n");
-  EXPECT_THAT(own.response, ElementsAre('a', kByteImEnd));
+  EXPECT_THAT(own.response, ElementsAre('a', kByteImEnd, '\n'));
   EXPECT_THAT(stream.next().prompt_text, HasSubstr("<|im_start|>system\nof the file<|im_end|>"));
   // Of a source with keys of its own, its own.
   DataOptions mixed = options;
@@ -678,16 +767,13 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
   options.completions = true;
   EXPECT_THAT(open_error(options), HasSubstr("holds conversations, which need the chat template"));
   options.apply_chat_template = true;
+  options.add_generation_prompt = true;
   const PromptExample example = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(example.prompt_text, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n");
   EXPECT_EQ(tokenizer_->decode(example.response, false),
-            "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>");
+            "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n");
   ASSERT_EQ(example.response_mask.size(), example.response.size());
-  std::vector<int32_t> learnt;
-  for (size_t i = 0; i < example.response.size(); ++i) {
-    if (example.response_mask[i]) learnt.push_back(example.response[i]);
-  }
-  EXPECT_THAT(learnt, ElementsAre('b', kByteImEnd, 'd', kByteImEnd));
+  EXPECT_EQ(learnt_text(example), "b<|im_end|>\nd<|im_end|>\n");
 
   // A template that shows only the last response whole: the first is not learnt.
   const auto rewriting = Tokenizer::load(dir_.path() / "model",
@@ -699,6 +785,30 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
   const auto foreign = Tokenizer::load(dir_.path() / "model", "{{ add_generation_prompt }}");
   EXPECT_THAT(error_of([&] { PromptStream stream(options, foreign); }),
               HasSubstr("line 1: the chat template does not render the prompt as the beginning"));
+}
+
+TEST_F(DatasetTest, TheHeaderOfAResponseIsLearntUnlessItIsAPartOfThePrompt) {
+  DataOptions options =
+      raw(write("d.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, )"
+                           R"({"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}, )"
+                           R"({"role": "assistant", "content": "e"}]})"));
+  options.completions = true;
+  options.apply_chat_template = true;
+  const PromptExample whole = PromptStream(options, tokenizer_).next();
+  EXPECT_EQ(whole.prompt_text, "<|im_start|>user\na<|im_end|>\n");
+  EXPECT_EQ(learnt_text(whole),
+            "<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+            "<|im_start|>assistant\ne<|im_end|>\n");
+  options.add_generation_prompt = true;
+  const PromptExample content = PromptStream(options, tokenizer_).next();
+  EXPECT_EQ(content.prompt_text, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(learnt_text(content), "b<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\ne<|im_end|>\n")
+      << "a header behind another response is of no prompt";
+  for (const PromptExample* example : {&whole, &content}) {
+    EXPECT_EQ(example->prompt_text + tokenizer_->decode(example->response, false),
+              "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+              "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\ne<|im_end|>\n");
+  }
 }
 
 TEST_F(DatasetTest, TemplateRefusalIsABadRow) {

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/text.h"
 #include "operator/kube/metrics.h"
 #include "tests/unit/kube/fake_apiserver.h"
 
@@ -220,6 +221,22 @@ TEST(Client, ErrorsAreTyped) {
   EXPECT_EQ(server.count("POST", ""), 1);
   EXPECT_EQ(error_of([&] { client.create(resources::kConfigMaps, config_map("cut")); }).kind(),
             ApiErrorKind::kAlreadyExists);
+}
+
+TEST(ApiErrors, AStrangersAnswerIsBoundedAndValid) {
+  const auto what = [](const std::string& body) {
+    return std::string(ApiError::from_response("get x", 502, body, std::nullopt).what());
+  };
+  const std::string hostile = what("\xFF\xFE<html>\n" + std::string(185, 'x') + "\xE2\x82\xAC and more");
+  EXPECT_TRUE(is_valid_utf8(hostile)) << "the status that it goes into would never be written";
+  EXPECT_EQ(hostile.find('\n'), std::string::npos);
+  EXPECT_LE(hostile.size(), 240u);
+  const std::string cut = what(std::string(199, 'x') + "\xC3\xA9");
+  EXPECT_TRUE(is_valid_utf8(cut));
+  const nlohmann::json status = {{"kind", "Status"}, {"reason", std::string(5000, 'r')}, {"message", "no\nroom"}};
+  EXPECT_EQ(what(status.dump()), "get x: HTTP 502: no room");
+  EXPECT_LE(ApiError::from_response("get x", 502, status.dump(), std::nullopt).reason().size(), 100u);
+  EXPECT_LE(what(nlohmann::json{{"message", std::string(100000, 'm')}}.dump()).size(), 1100u);
 }
 
 TEST(Client, EveryWaitHasADeadline) {

@@ -127,6 +127,22 @@ TEST(Controller, NewsDoNotShortenWhatTheServerAskedFor) {
   EXPECT_GT(loop.calls("b"), 1) << "others are not held";
 }
 
+TEST(Controller, ALookAtAHeldKeyDoesNotEndItsBackOff) {
+  std::atomic<bool> busy{true};
+  Loop loop([&](const std::string&, const Deadline&) -> Result {
+    if (busy) throw ApiError(ApiErrorKind::kUnavailable, 429, "TooManyRequests", "slowly", Milliseconds(20));
+    return {};
+  });
+  loop.controller.start();
+  while (loop.calls("a") < 4) {
+    loop.controller.add("a");
+    std::this_thread::sleep_for(Milliseconds(2));
+  }
+  EXPECT_GE(loop.controller.queue().requeues("a"), 3) << "as often as it has failed, whatever news came";
+  busy = false;
+  EXPECT_TRUE(eventually([&] { return loop.controller.queue().requeues("a") == 0; }));
+}
+
 TEST(Controller, StuckIsWhoHasWorkAndTakesNone) {
   std::atomic<bool> free{false};
   Loop loop(

@@ -158,10 +158,10 @@ TEST(Gate, AFullServerClosesWhomItWaitedForLongest) {
   EXPECT_NE(good.receive("\r\n\r\n3").find("200 OK"), std::string::npos);
 }
 
-TEST(Gate, MoreWholeRequestsThanPlacesAreToldToComeBack) {
-  HttpServerOptions options = local();
+// Of 8 requests that come while the first is worked on, `taken` are answered in the end and the others told to come
+// back.
+void expect_taken(HttpServerOptions options, const std::string& body, int taken) {
   options.max_threads = 1;
-  options.max_waiting = 1;
   std::atomic<bool> go{false}, begun{false};
   HttpServer server(options);
   server.handle("POST", "/", [&](const HttpRequest&) {
@@ -174,22 +174,21 @@ TEST(Gate, MoreWholeRequestsThanPlacesAreToldToComeBack) {
   std::vector<std::unique_ptr<RawPeer>> peers;
   for (int i = 0; i < 8; ++i) {
     peers.push_back(std::make_unique<RawPeer>(server.port()));
-    peers.back()->send(post("x"));
+    peers.back()->send(post(body));
     // The first is worked on before the others come; which of these comes first is the server's to see.
     for (const Deadline deadline = Deadline::after(Milliseconds(60000)); !begun && !deadline.passed();)
       std::this_thread::sleep_for(Milliseconds(1));
   }
-  // One is worked on, one waits, all others are refused.
   std::vector<std::string> answers(peers.size());
   const auto refused = [&] {
     return std::count_if(answers.begin(), answers.end(), [](const std::string& answer) { return !answer.empty(); });
   };
-  for (const Deadline deadline = Deadline::after(Milliseconds(60000)); refused() < 6 && !deadline.passed();) {
+  for (const Deadline deadline = Deadline::after(Milliseconds(60000)); refused() < 8 - taken && !deadline.passed();) {
     for (size_t k = 0; k < peers.size(); ++k) {
       if (answers[k].empty()) answers[k] = peers[k]->receive("\r\n\r\n", Milliseconds(20));
     }
   }
-  EXPECT_EQ(refused(), 6);
+  EXPECT_EQ(refused(), 8 - taken);
   go = true;
   int done = 0;
   for (size_t k = 0; k < peers.size(); ++k) {
@@ -200,7 +199,19 @@ TEST(Gate, MoreWholeRequestsThanPlacesAreToldToComeBack) {
     EXPECT_EQ(RawPeer::status_of(answers[k]), 503);
     EXPECT_NE(answers[k].find("Retry-After: 1\r\n"), std::string::npos);
   }
-  EXPECT_EQ(done, 2);
+  EXPECT_EQ(done, taken);
+}
+
+TEST(Gate, MoreWholeRequestsThanPlacesAreToldToComeBack) {
+  HttpServerOptions options = local();
+  options.max_waiting = 1;
+  expect_taken(options, "x", 2);  // one is worked on, one waits
+}
+
+TEST(Gate, WholeRequestsThatWaitAreBoundedInBytes) {
+  HttpServerOptions options = local();
+  options.max_body_bytes = 5u << 20;                     // so 20 MiB may wait
+  expect_taken(options, std::string(5u << 20, 'x'), 3);  // with their heads four are more
 }
 
 TEST(Gate, WhoDoesNotReadHoldsOneThreadAndNotForLong) {

@@ -34,6 +34,22 @@ LeaderOptions patient(const std::string& identity) {
   return options;
 }
 
+TEST(LeaseTerm, IsOverForAllOnceItWasForOne) {
+  const auto at = [](int s) { return SteadyClock::time_point{} + std::chrono::seconds(s); };
+  LeaseTerm term;
+  EXPECT_FALSE(term.holds(at(0)));
+  EXPECT_FALSE(term.extend(at(10))) << "none has begun";
+  term.begin(at(10));
+  EXPECT_TRUE(term.holds(at(9)));
+  EXPECT_TRUE(term.extend(at(20))) << "answered late, but nobody has asked";
+  EXPECT_TRUE(term.holds(at(10)));
+  EXPECT_FALSE(term.holds(at(20)));
+  EXPECT_FALSE(term.extend(at(30))) << "a worker has put its job down";
+  EXPECT_FALSE(term.holds(at(19)));
+  term.begin(at(40));
+  EXPECT_TRUE(term.holds(at(39)));
+}
+
 TEST(LeaderElector, AcquiresRenewsAndReleases) {
   FakeApiServer server;
   Client client(server.config());

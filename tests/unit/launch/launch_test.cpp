@@ -147,6 +147,21 @@ TEST(Launch, AnEngineThatEndsIsStartedAgainAndTheResultIsTheRanks) {
 }
 
 // Rank 1 of engine 1 is killed; rank 0 leaves with the code of a lost peer, and both are started again.
+TEST(Launch, AnEngineThatCannotBeStartedAgainIsTriedLaterAndEndsNoRank) {
+  const TemporaryDirectory dir;
+  const std::string engine = (dir.path() / "engine").string(), again = (dir.path() / "again").string();
+  write_file_atomic(
+      engine, "#!/bin/sh\n[ $TRIREME_ENGINE_START = 0 ] || touch " + again + "\nmv $0 $0.away 2>/dev/null\nexit 1\n");
+  std::filesystem::permissions(engine, std::filesystem::perms::owner_all);
+  // The program is away when the engine is started again after 1 s, and there again before the next time.
+  LaunchOptions options =
+      with_engines("while [ ! -f " + engine + ".away ]; do sleep 0.05; done; sleep 2; mv " + engine + ".away " +
+                       engine + "; while [ ! -f " + again + " ]; do sleep 0.05; done",
+                   "", 1);
+  options.engine_command = {engine};
+  EXPECT_EQ(launch(options, nullptr).exit_code, 0);
+}
+
 TEST(Launch, TheRanksOfAnEngineAreStartedAndEndTogether) {
   const TemporaryDirectory dir;
   const std::string folder = dir.path().string();
@@ -333,13 +348,18 @@ TEST(Launch, KillsWhoIgnoresTermination) {
   std::atomic<int> signal{0};
   const std::string ready = (dir.path() / "ready").string();
   LaunchOptions options = shell("trap '' TERM; echo > " + ready + "; while :; do sleep 0.05; done", 1);
-  options.grace = Milliseconds(300);
+  options.grace = Milliseconds(1000);
+  options.termination_log = (dir.path() / "termination").string();
   std::thread sender([&] {
     while (!std::filesystem::exists(ready)) std::this_thread::sleep_for(Milliseconds(10));
     signal = SIGTERM;
   });
-  EXPECT_EQ(launch(options, &signal).exit_code, 137);
+  const LaunchResult result = launch(options, &signal);
   sender.join();
+  EXPECT_EQ(result.exit_code, 137);
+  // Not "signal 9 (Killed)", which is what the kernel does where memory is short.
+  EXPECT_EQ(result.cause, "it did not end within the grace of 1 s after the signal to stop, and was killed");
+  EXPECT_EQ(nlohmann::json::parse(read_file(options.termination_log)).at("cause"), result.cause);
 }
 
 // Whether this process could have the port now.

@@ -41,6 +41,7 @@ class TwoRanks {
         rank.store = std::make_unique<JobStore>(rendezvous);
         rendezvous.timeout = timeout;
         rendezvous.stuck_grace = Milliseconds(100);
+        rendezvous.failure_patience = Milliseconds(500);
         rendezvous.on_stuck = [&rank](const std::string& what) {
           rank.said = what;
           ++rank.stuck;
@@ -112,6 +113,22 @@ TEST(Attendance, ADeviceThatDoesNotComeToACollectiveIsNamedAndItsRankLeaves) {
   EXPECT_EQ(job.ranks[1].deadline, 0);
 }
 
+// What it spoke to may go then.
+TEST(Attendance, WhoIsToldOfAbsentRanksIsNotBeingToldWhenAnotherIs) {
+  TwoRanks job(Milliseconds(2000));
+  std::atomic<bool> begun{false}, ended{false};
+  job.ranks[0].attendance->set_on_absent([&](const std::vector<int>&) {
+    begun = true;
+    std::this_thread::sleep_for(Milliseconds(1000));
+    ended = true;
+  });
+  job.ranks[0].device.come = true;
+  for (int r = 0; r < 2; ++r) job.queue(r, 7);  // the device of rank 1 never comes
+  ASSERT_TRUE(TwoRanks::comes([&] { return begun.load(); }));
+  job.ranks[0].attendance->set_on_absent({});
+  EXPECT_TRUE(ended);
+}
+
 TEST(Attendance, NobodyLeavesWhileTheDeviceMovesOn) {
   TwoRanks job(Milliseconds(8000));  // less than all collectives take together, and five times one of them
   for (Rank& rank : job.ranks) rank.device.come = true;
@@ -141,6 +158,34 @@ TEST(Attendance, TheFailureOfARankEndsTheWaitOfTheOthersAndIsTold) {
   // The first failure stays.
   job.ranks[0].attendance->report_failure("an echo");
   EXPECT_EQ(job.ranks[0].attendance->failure_of_another(), "rank 1: the log-prob of a token is not finite");
+}
+
+TEST(Attendance, TheFailureOfARankEndsAHostThatWaitsElsewhere) {
+  TwoRanks job(Milliseconds(200000));
+  job.ranks[1].attendance->report_failure("a weight is not finite");
+  ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[0].deadline == 1; }));
+  EXPECT_EQ(job.ranks[0].said,
+            "rank 0 leaves in phase training, since another rank has failed. rank 1: a weight is not finite");
+  EXPECT_EQ(job.ranks[1].deadline, 0);
+}
+
+TEST(Attendance, ARankThatLeavesAlreadyIsLeftAlone) {
+  TwoRanks job(Milliseconds(200000));
+  job.ranks[0].attendance->leaving();
+  job.ranks[1].attendance->report_failure("a weight is not finite");
+  std::this_thread::sleep_for(Milliseconds(3500));  // its thread looks each second
+  EXPECT_EQ(job.ranks[0].deadline, 0);
+}
+
+TEST(Attendance, WhatRankZeroReportedIsKnownWhenItsStoreHasGone) {
+  TwoRanks job(Milliseconds(200000));
+  job.ranks[1].device.come = true;
+  job.queue(1, 3);
+  job.ranks[0].attendance->report_failure("a weight is not finite");
+  ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[1].deadline == 1; }));  // its thread has read it
+  job.ranks[0].attendance.reset();
+  job.ranks[0].store.reset();
+  EXPECT_EQ(job.ranks[1].attendance->failure_of_another(), "rank 0: a weight is not finite");
 }
 
 // A rank that has thrown and is still there, since a destructor waits for its device.

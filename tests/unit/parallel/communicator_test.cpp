@@ -72,6 +72,46 @@ TEST(Communicator, AloneEverythingIsTheIdentity) {
   EXPECT_EQ(alone.all_gather_bytes("x"), std::vector<std::string>{"x"});
 }
 
+// A group that waits for a rank to come to it holds up nobody else who asks the store.
+TEST(Communicator, TheStoreAnswersWhileAGroupConnects) {
+  ListeningPort port;
+  const auto errors = on_ranks(2, [&](int rank) {
+    const RendezvousOptions rendezvous = port.place(rank, 2, Milliseconds(20000));
+    JobStore store(rendezvous);
+    Attendance attendance(store, rendezvous);
+    if (rank == 1) {
+      // Rank 0's Attendance tells where it waits, from within its wait.
+      const Deadline limit = Deadline::after(Milliseconds(10000));
+      const auto waits = [&] {
+        return store.has("attendance-0") && store.get("attendance-0").find("1 dp ") != std::string::npos;
+      };
+      while (!waits() && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+      EXPECT_TRUE(waits());
+      std::this_thread::sleep_for(Milliseconds(200));  // its wait for this rank's keys has begun
+      store.set("asked", "");
+    }
+    std::thread asks;
+    std::atomic<bool> answered{false};
+    if (rank == 0) {
+      asks = std::thread([&] {
+        const Deadline limit = Deadline::after(Milliseconds(15000));
+        while (!store.has("asked") && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+        store.set("answered", "");
+        answered = true;
+      });
+    } else {
+      const Deadline limit = Deadline::after(Milliseconds(10000));
+      while (!store.has("answered") && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+      EXPECT_TRUE(store.has("answered")) << "while rank 0 waits for this rank";
+    }
+    Communicator group(store, rendezvous, attendance, everybody(2));
+    if (asks.joinable()) asks.join();
+    EXPECT_EQ(answered, rank == 0);
+    group.barrier();  // rank 0 serves the store: it leaves last
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
 TEST(Communicator, AMissingRankIsAnErrorThatSaysWho) {
   ListeningPort port;
   try {

@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <csignal>
@@ -14,6 +16,8 @@
 #include "base/host.h"
 #include "tests/unit/errors.h"
 #include "tests/unit/parallel/listening.h"
+#include "trainer/parallel/link_pair.h"
+#include "trainer/parallel/sockets.h"
 #include "trainer/parallel/weight_protocol.h"
 
 namespace trireme {
@@ -404,6 +408,29 @@ TEST(WeightLink, RdmaThatIsRequiredIsNoSocketBetweenDevicesEither) {
   check.required = false;
   EXPECT_EQ(judged("Socket", "other"), "");
   EXPECT_EQ(failure_of_transfer(check, failed), failed);
+}
+
+TEST(WeightLink, AConnectionThatIsGivenUpWhileItIsMadeIsClosed) {
+  const Job job;
+  const WeightLinkOptions options = job.engine();
+  const auto store = [&] { return LinkStore(options.store_address, options.store_port, options.attempt, kLong); };
+  LinkCancel cancel;
+  auto listening = beside([&] {
+    LinkStore own = store();
+    return error_of([&] { LinkPair(own, "pair", 0, options.store_address, "engine", Deadline::after(kLong), cancel); });
+  });
+  LinkStore own = store();
+  const std::string address = own.get("pair/address", Deadline::after(kLong), cancel, "no address");
+  const std::string port = address.substr(address.find(' ') + 1, address.rfind(' ') - address.find(' ') - 1);
+  std::string why;
+  const int stranger = connect_to(options.store_address, port, Deadline::after(kLong), why);
+  ASSERT_GE(stranger, 0) << why;
+  EXPECT_TRUE(goes_on(listening)) << "it waits for the secret";
+  cancel.cancel();
+  EXPECT_MENTIONS(listening.get(), "it was given up");
+  pollfd ended{stranger, POLLIN, 0};
+  EXPECT_EQ(::poll(&ended, 1, 10000), 1);
+  ::close(stranger);
 }
 
 TEST(WeightLink, AStoreThatIsNotThereIsNamed) {

@@ -113,6 +113,45 @@ TEST(Admission, HostileBodiesGetFourHundred) {
   }
 }
 
+TEST(Admission, WhatTheServerKeepsBesideTheSpecificationDoesNotCount) {
+  Json old_job = good_job();
+  Json fields = Json::object();
+  for (int i = 0; i < 60000; ++i) fields["f:" + std::to_string(i)] = Json::object();
+  old_job["metadata"]["managedFields"] = {{{"manager", "kubectl"}, {"fieldsV1", {{"f:spec", fields}}}}};
+  old_job["status"] = {{"conditions", std::vector<int>(60000, 0)}};
+  Json job = old_job;
+  job["spec"]["health"] = {{"heartbeatTimeoutSeconds", 60}};
+  const std::string body = review("UPDATE", job, old_job).dump();
+  ASSERT_LT(body.size(), 4u << 20);
+  EXPECT_EQ(response_of(review_validating(body))["allowed"], true);
+  EXPECT_EQ(response_of(review_defaulting(body, {}))["allowed"], true);
+}
+
+TEST(Admission, TheLargestSpecificationsFitIntoOneReview) {
+  Json job = good_job();
+  job["spec"]["roles"]["actor"]["template"] = {{"spec", {{"tolerations", std::vector<int>(39000, 0)}}}};
+  Json suspended = job;
+  suspended["spec"]["suspend"] = true;
+  const std::string body = review("UPDATE", suspended, job).dump();
+  EXPECT_EQ(response_of(review_validating(body))["allowed"], true);
+  EXPECT_EQ(response_of(review_defaulting(body, {}))["allowed"], true);
+}
+
+TEST(Admission, TreesAreBounded) {
+  std::string many = "{}";
+  for (int i = 0; i < 500000; ++i) many += ",{}";
+  const std::string front = R"({"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u-1",)";
+  const std::string kind = R"("operation":"CREATE","kind":{"group":"trireme.dev","kind":"RLJob"},)";
+  const std::string body = front + kind + R"("object":{"spec":{"a":[)" + many + "]}}}}";
+  for (const AdmissionAnswer& answer : {review_validating(body), review_defaulting(body, {})}) {
+    EXPECT_EQ(answer.http_status, 400);
+    EXPECT_EQ(answer.body, "AdmissionReview: more than 100000 values");
+  }
+  Json named = review("CREATE", good_job());
+  named["request"]["uid"] = std::string(257, 'u');
+  EXPECT_EQ(review_validating(named.dump()).body, "request.uid is longer than 256 bytes");
+}
+
 TEST(Admission, HugeNamesAndLongMessagesStayBounded) {
   Json job = good_job();
   job["metadata"]["name"] = std::string(100000, 'a');

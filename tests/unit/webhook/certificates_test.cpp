@@ -136,6 +136,62 @@ TEST(Certificates, EmptiedBundleIsPutBack) {
   EXPECT_EQ(p.bundle(resources::kValidatingWebhooks, "trireme-validating", 0), before);
 }
 
+// The Secret is lost: one replica makes a new authority while the other one serves a certificate of the old.
+TEST(Certificates, BothAuthoritiesAreKnownUntilEveryReplicaHasLooked) {
+  Place p;
+  auto a = p.keeper(), b = p.keeper();
+  a->ensure();
+  b->ensure();
+  const kube::KeyPair old_leaf = p.handed.back();
+  const auto known = [&] {
+    const std::string bundle = p.bundle(resources::kValidatingWebhooks, "trireme-validating", 0);
+    EXPECT_EQ(p.bundle(resources::kMutatingWebhooks, "trireme-mutating", 1), bundle);
+    return kube::base64_decode(bundle).value_or("");
+  };
+  const std::string old_ca = known();
+  p.server.erase(resources::kSecrets, {p.options.ns, p.options.secret_name});
+  a->ensure();
+  const kube::KeyPair new_leaf = p.handed.back();
+  ASSERT_NE(new_leaf.cert_pem, old_leaf.cert_pem);
+  const std::string new_ca = a->ca_pem();
+  EXPECT_EQ(known(), new_ca + old_ca);
+  for (const auto& leaf : {old_leaf, new_leaf})
+    EXPECT_TRUE(kube::certificate_matches(leaf, known(), a->dns_names().front())) << "either replica may be asked";
+  b->ensure();  // its first look since
+  EXPECT_EQ(p.handed.back().cert_pem, new_leaf.cert_pem);
+  p.keeper()->ensure();  // nor does one that has just begun know what the others serve
+  EXPECT_EQ(known(), new_ca + old_ca);
+  a->ensure();
+  EXPECT_EQ(known(), new_ca) << "an interval later all serve the new one";
+}
+
+TEST(Certificates, ABrokenRoundKeepsTheOldAuthority) {
+  Place p;
+  auto keeper = p.keeper();
+  keeper->ensure();
+  const std::string old_ca = keeper->ca_pem();
+  const json mutating = *p.server.get(resources::kMutatingWebhooks, {"", "trireme-mutating"});
+  p.server.erase(resources::kSecrets, {p.options.ns, p.options.secret_name});
+  p.server.erase(resources::kMutatingWebhooks, {"", "trireme-mutating"});
+  EXPECT_THROW(keeper->ensure(), Error);
+  p.server.put(resources::kMutatingWebhooks, mutating);
+  keeper->ensure();  // seconds later
+  for (const auto& [resource, name] : {std::pair{resources::kValidatingWebhooks, "trireme-validating"},
+                                       {resources::kMutatingWebhooks, "trireme-mutating"}})
+    EXPECT_EQ(p.bundle(resource, name, 0), kube::base64_encode(keeper->ca_pem() + old_ca)) << name;
+}
+
+TEST(Certificates, OneOldAuthorityAtMostStaysInABundle) {
+  const std::string a = kube::make_ca("a").cert_pem, b = kube::make_ca("b").cert_pem, c = kube::make_ca("c").cert_pem;
+  EXPECT_EQ(bundle_for("", a, false), a);
+  EXPECT_EQ(bundle_for(a, a, false), a);
+  EXPECT_EQ(bundle_for(a, b, true), b + a);
+  EXPECT_EQ(bundle_for(b + a, c, true), c + b);
+  EXPECT_EQ(bundle_for(b + a, a, true), b + a) << "another replica has made b since we read";
+  EXPECT_EQ(bundle_for("no certificate", b, false), b) << "what cannot be read is not kept";
+  EXPECT_EQ(bundle_for("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", b, false), b);
+}
+
 TEST(Certificates, MissingConfigurationIsNotReady) {
   Place p;
   p.server.erase(resources::kMutatingWebhooks, {"", "trireme-mutating"});

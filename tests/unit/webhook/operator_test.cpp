@@ -253,6 +253,31 @@ TEST(Operator, ALostLeaseMakesItAStandbyThatServesOn) {
   EXPECT_EQ(a.end(), 0) << a.error;
 }
 
+// Workers that wait for their rate must not keep the lease from being renewed.
+TEST(Operator, TheLeaseOutlastsAFloodOfJobs) {
+  Place p;
+  Instance a(p.server, "op-a", [](OperatorOptions& o) {
+    o.lease_duration_s = 6;
+    o.renew_deadline_s = 4;
+    o.retry_period_s = 1;
+    o.workers = o.write_threads = 16;
+    o.qps = 5;
+    o.burst = 60;
+  });
+  ASSERT_TRUE(eventually([&] { return a.op->leading(); })) << a.error;
+  for (int i = 0; i < 60; ++i) p.add_job("job" + std::to_string(i));
+  const Deadline end = Deadline::after(Milliseconds(6000));
+  while (!end.passed()) {
+    ASSERT_TRUE(a.op->leading()) << "its requests waited behind those of the workers";
+    std::this_thread::sleep_for(Milliseconds(20));
+  }
+  // Workers put their jobs down, instead of waiting for their rate.
+  p.server.modify(resources::kLeases, {"trireme-system", "trireme-operator"},
+                  [](json& lease) { lease["spec"]["holderIdentity"] = "thief"; });
+  ASSERT_TRUE(eventually([&] { return !a.op->leading(); }));
+  EXPECT_EQ(a.end(), 0) << a.error;
+}
+
 // Loses the lease again and again while jobs are made: each gets its pods once.
 TEST(Operator, LosesAndTakesTheLeaseManyTimes) {
   Place p;

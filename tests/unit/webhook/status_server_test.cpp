@@ -322,6 +322,17 @@ TEST(StatusServer, TheTrainersReporterPushesOverTlsAndVerifies) {
   EXPECT_EQ(p.reports.size(), 1u);
 }
 
+TEST(StatusServer, ReviewsThatFailAreALineInTheLogAndNotOneEach) {
+  Place p;
+  p.api.inject({.method = "POST", .path_part = "tokenreviews", .status = 503, .times = -1});
+  testing::internal::CaptureStderr();
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(p.post(kToken, kBody), 403);
+  const std::string log = testing::internal::GetCapturedStderr();
+  const size_t first = log.find("token review: ");
+  ASSERT_NE(first, std::string::npos) << log;
+  EXPECT_EQ(log.find("token review: ", first + 1), std::string::npos) << log;
+}
+
 TEST(StatusServer, ApiServerDownIsTryAgain) {
   Place p;
   p.api.inject({.method = "POST", .path_part = "tokenreviews", .status = 503});
