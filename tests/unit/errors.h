@@ -33,6 +33,11 @@ std::string user_error_of(F&& call) {
   return "";
 }
 
+inline testing::AssertionResult mentions(const char*, const char*, const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "\"" << part << "\" is not in \"" << text << "\"";
+}
+
 }  // namespace trireme::test
 
-#define EXPECT_MENTIONS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
+#define EXPECT_MENTIONS(text, part) EXPECT_PRED_FORMAT2(::trireme::test::mentions, text, part)

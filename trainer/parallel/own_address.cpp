@@ -1,10 +1,23 @@
 #include "trainer/parallel/own_address.h"
 
+#include <dlfcn.h>
 #include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/error.h"
+
+// In front of libc's for the whole program, LibTorch included: a name for an address is only ever for a message, and
+// c10d asks DNS for that of each peer before it connects (pytorch/pytorch#159007). Where the server drops such
+// questions, that is 10 s a process and longer than some deadlines.
+extern "C" __attribute__((visibility("default"))) int getnameinfo(const sockaddr* address, socklen_t length, char* host,
+                                                                  socklen_t host_length, char* service,
+                                                                  socklen_t service_length, int flags) {
+  using Function = decltype(&::getnameinfo);
+  static const auto next = reinterpret_cast<Function>(::dlsym(RTLD_NEXT, "getnameinfo"));
+  return next == nullptr ? EAI_SYSTEM
+                         : next(address, length, host, host_length, service, service_length, flags | NI_NUMERICHOST);
+}
 
 namespace trireme {
 

@@ -1,4 +1,5 @@
-// The address that other hosts reach this process at.
+// The address that other hosts reach this process at. Whoever links this asks no DNS for names of addresses:
+// getnameinfo() gives numbers.
 #pragma once
 
 #include <string>
