@@ -146,6 +146,7 @@ namespace {
 template <typename Fn>
 auto store_call(JobStore::Impl& impl, const char* operation, const std::string& key, Fn&& fn) {
   std::string why;
+  const bool was_silent = impl.calls.lost();  // a death that explains it has been waited for
   try {
     if (!impl.lifeline->rank0_is_gone()) return impl.calls.call(std::forward<Fn>(fn));
     why = "rank 0, which keeps the store, has gone";
@@ -154,7 +155,7 @@ auto store_call(JobStore::Impl& impl, const char* operation, const std::string& 
   } catch (const std::exception& error) {
     why = first_line(error.what());
   }
-  const auto dead = impl.lifeline->wait_for_dead();
+  const auto dead = impl.lifeline->wait_for_dead(was_silent ? Milliseconds(0) : Lifeline::kWord);
   throw Error(ErrorKind::kTimeout, own_name(impl.rendezvous) + " on " + host_name() + ": store " + operation + " of '" +
                                        key + "' in phase " + impl.lifeline->phase() + " failed: " + why +
                                        (dead ? "; " + *dead : ""));

@@ -179,7 +179,9 @@ TEST(SilentStore, ACollectiveThatRankZeroDoesNotComeToEndsAndSaysSo) {
     EXPECT_MENTIONS(error, "barrier number 3 of group 'dp'");
     EXPECT_MENTIONS(error, "; rank 0, which keeps the store, stands still or cannot be reached");
     EXPECT_TRUE(store.silent());
+    const Stopwatch watch;
     EXPECT_MENTIONS(error_of([&] { (void)store.add("a", 1); }), "store add of 'a' in phase start failed: no answer");
+    EXPECT_LT(watch.seconds(), 2) << "at once, without a wait for the word of a death";
     left = true;
   });
   for (const std::string& error : errors) EXPECT_EQ(error, "");
