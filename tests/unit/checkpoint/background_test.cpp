@@ -379,7 +379,7 @@ TEST(BackgroundSave, AFullDiskOfOneRankIsToldToAll) {
 
 // Of a rank whose disk is slow the others wait longer than a collective's deadline, and than a save may stand still.
 TEST(BackgroundSave, ASlowDiskOfOneRankIsWaitedForWhileItWrites) {
-  const Milliseconds patience(2500), slowness(450);
+  const Milliseconds patience(2500), deadline(4000), slowness(450);
   const int64_t writes = 12;
   for (const size_t slow : {0, 1}) {
     const TemporaryDirectory dir;
@@ -396,7 +396,7 @@ TEST(BackgroundSave, ASlowDiskOfOneRankIsWaitedForWhileItWrites) {
           run.manager->finish();
           EXPECT_GT(waits, 0) << "who watches the run hears that it goes on";
         },
-        /*timeout=*/patience);
+        deadline);
     EXPECT_EQ(errors, (std::vector<std::string>{"", ""})) << "rank " << slow << " is slow";
     EXPECT_EQ(disks[slow].slow_writes, 0) << "it was slow to the end";
     EXPECT_GT(watch.seconds(), std::chrono::duration<double>(writes * slowness).count());

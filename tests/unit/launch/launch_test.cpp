@@ -146,7 +146,6 @@ TEST(Launch, AnEngineThatEndsIsStartedAgainAndTheResultIsTheRanks) {
   EXPECT_EQ(first.substr(first.size() - 2), " \n") << "it is no rank";
 }
 
-// Rank 1 of engine 1 is killed; rank 0 leaves with the code of a lost peer, and both are started again.
 TEST(Launch, AnEngineThatCannotBeStartedAgainIsTriedLaterAndEndsNoRank) {
   const TemporaryDirectory dir;
   const std::string engine = (dir.path() / "engine").string(), again = (dir.path() / "again").string();
@@ -162,6 +161,7 @@ TEST(Launch, AnEngineThatCannotBeStartedAgainIsTriedLaterAndEndsNoRank) {
   EXPECT_EQ(launch(options, nullptr).exit_code, 0);
 }
 
+// Rank 1 of engine 1 is killed; rank 0 leaves with the code of a lost peer, and both are started again.
 TEST(Launch, TheRanksOfAnEngineAreStartedAndEndTogether) {
   const TemporaryDirectory dir;
   const std::string folder = dir.path().string();

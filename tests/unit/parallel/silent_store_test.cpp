@@ -115,17 +115,18 @@ TEST(BoundedCalls, ReturnAndThrowWhatTheCallDoes) {
 
 TEST(BoundedCalls, OneThatDoesNotReturnIsLeftBehind) {
   struct Gate {
-    std::atomic<bool> open{false}, passed{false};
+    std::atomic<bool> entered{false}, open{false}, passed{false};
   };
   const auto gate = std::make_shared<Gate>();
   {
     BoundedCalls calls(Milliseconds(1000));
     const auto stuck = [gate] {
+      gate->entered = true;
       while (!gate->open) std::this_thread::sleep_for(Milliseconds(5));
       gate->passed = true;
     };
     std::thread behind([&] {
-      std::this_thread::sleep_for(Milliseconds(200));
+      while (!gate->entered && !calls.lost()) std::this_thread::sleep_for(Milliseconds(5));
       EXPECT_MENTIONS(error_of([&] { calls.call([] {}); }), "no answer within 1 s");
     });
     EXPECT_MENTIONS(error_of([&] { calls.call(stuck); }), "no answer within 1 s");
