@@ -25,7 +25,7 @@ constexpr Milliseconds kConnectLimit{30000};   // rank 0 listens already when it
 constexpr const char* kSilent = "its machine does not answer any more";
 constexpr const char* kClosed = "its connection was closed without a word";
 
-// Rank 0 has a connection for each rank here, another in the store and one in each group.
+// Rank 0 has a connection for each rank here, two more in the store and one in each group.
 void allow_many_files() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return;
