@@ -169,7 +169,6 @@ TEST(RecipeText, ASplitThatIsNotNamedIsTheSetsOwn) {
             "train_1M");
 }
 
-// Of v0.3: AIME 2024, each problem 16 times. Later versions' files say so themselves.
 TEST(RecipeText, RowsAreHeldOutWhereNemoRlHoldsOutSome) {
   const auto held_out = [](const std::string& keys) {
     std::vector<std::string> warnings;
@@ -199,6 +198,7 @@ TEST(RecipeText, RowsAreHeldOutWhereNemoRlHoldsOutSome) {
             0.05);
 }
 
+// Of v0.3: AIME 2024, each problem 16 times. Later versions' files say so themselves.
 TEST(RecipeText, DeepScalerIsValidatedOnAimeInV03) {
   const Config v03 = load_config_text("data: {dataset_name: DeepScaler}\n", {"compatibility=v0.3"});
   EXPECT_EQ(refusal(v03), "");
