@@ -171,8 +171,7 @@ void Dataset::choose_split() {
   const double wanted = options_.split_validation_size;
   if (!(wanted >= 0)) fail_user("split_validation_size must not be negative");
   if (wanted > 0) {
-    const int64_t count =
-        wanted < 1 ? std::max<int64_t>(1, std::llround(wanted * static_cast<double>(rows))) : std::llround(wanted);
+    const auto count = static_cast<int64_t>(wanted < 1 ? std::ceil(wanted * static_cast<double>(rows)) : wanted);
     if (count >= rows) {
       fail_user("split_validation_size " + format_double(wanted) + " holds out " + std::to_string(count) + " of the " +
                 plural(rows, "row") + " of " + name() + ": nothing is left to train on");

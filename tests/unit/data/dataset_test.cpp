@@ -628,6 +628,8 @@ TEST_F(DatasetTest, SplitIsAPartition) {
     EXPECT_NE(all_of(DataOptions::Split::kValidation), held);
     options.split_seed = 42;
   }
+  options.split_validation_size = 0.023;
+  EXPECT_EQ(all_of(DataOptions::Split::kValidation).size(), 3u) << "a share is rounded up, as in NeMo-RL";
   options.split_validation_size = 100;
   EXPECT_THAT(open_error(options), HasSubstr("nothing is left to train on"));
   options.split_validation_size = 0;
