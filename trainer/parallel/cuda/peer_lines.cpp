@@ -20,9 +20,9 @@ namespace {
 // asking for it. A message that a mailbox has no room for keeps the sender's stream waiting until the receiver takes it
 // out. That must not stand before what the receiver waits for: nothing may wait for the whole device between a send and
 // the receive that the other side answers it with.
-constexpr int64_t kChunkBytes = int64_t{4} << 20;
+constexpr int64_t kCopyBytes = int64_t{4} << 20;
 constexpr uint32_t kChunks = 16;
-constexpr int64_t kMailboxBytes = kChunkBytes * kChunks;
+constexpr int64_t kMailboxBytes = kCopyBytes * kChunks;
 
 // A rank's memory: words, each in a cache line of its own, then a mailbox for each direction.
 constexpr int64_t kWordBytes = 256;
@@ -103,11 +103,11 @@ PeerLines::Copy PeerLines::send(const at::Tensor& tensor, bool backward) {
   ready.block(side);
   const auto* data = static_cast<const char*>(tensor.const_data_ptr());
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  for (int64_t begin = 0; begin < bytes; begin += kChunkBytes) {
+  for (int64_t begin = 0; begin < bytes; begin += kCopyBytes) {
     const uint32_t chunk = way.sent++ % kChunks;
     wait_for_word(way.stream, way.taken_here, way.sent - kChunks);  // of the first ones nothing has to be taken
-    C10_CUDA_CHECK(cudaMemcpyAsync(way.to + chunk * kChunkBytes, data + begin,
-                                   static_cast<size_t>(std::min(kChunkBytes, bytes - begin)), cudaMemcpyDeviceToDevice,
+    C10_CUDA_CHECK(cudaMemcpyAsync(way.to + chunk * kCopyBytes, data + begin,
+                                   static_cast<size_t>(std::min(kCopyBytes, bytes - begin)), cudaMemcpyDeviceToDevice,
                                    way.stream));
     write_word(way.stream, way.arrived, way.sent);
   }
@@ -124,11 +124,11 @@ void PeerLines::receive(at::Tensor tensor, bool backward) {
   way.last.block(current);
   auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  for (int64_t begin = 0; begin < bytes; begin += kChunkBytes) {
+  for (int64_t begin = 0; begin < bytes; begin += kCopyBytes) {
     const uint32_t chunk = way.received++ % kChunks;
     wait_for_word(current.stream(), way.arrived_here, way.received);
-    C10_CUDA_CHECK(cudaMemcpyAsync(data + begin, way.from + chunk * kChunkBytes,
-                                   static_cast<size_t>(std::min(kChunkBytes, bytes - begin)), cudaMemcpyDeviceToDevice,
+    C10_CUDA_CHECK(cudaMemcpyAsync(data + begin, way.from + chunk * kCopyBytes,
+                                   static_cast<size_t>(std::min(kCopyBytes, bytes - begin)), cudaMemcpyDeviceToDevice,
                                    current.stream()));
     write_word(current.stream(), way.taken, way.received);
   }
