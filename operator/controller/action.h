@@ -19,6 +19,7 @@ struct Action {
   std::string name;
   Json body;                    // kCreate, kApply; null where `make` is set
   std::function<Json()> make;   // kCreate of a pod: its body, made by the task that creates it and gone with it
+  std::string role;             // kCreate of a pod: what is refused for one of a role is refused for all of it
   std::string uid;              // kDelete: precondition; empty: the writer looks first whether the object is the job's
   int64_t grace_period_s = -1;  // kDelete: < 0 the object's own; 0 without waiting for the kubelet
 

@@ -101,6 +101,7 @@ std::vector<Action> pod_actions(const AttemptContext& context, const std::vector
     action.wave = wave;
     action.resource = kube::resources::kPods;
     action.name = pod_name(source->job.metadata.name, wanted.role, wanted.rank, source->attempt, wanted.incarnation);
+    action.role = wanted.role;
     action.make = [source, wanted] {
       return pod(source->context(), wanted.role, wanted.rank, wanted.incarnation, wanted.failures);
     };

@@ -166,21 +166,18 @@ class Writer::Wave final {
     std::lock_guard lock(mutex_);
     return !busy_ && refused_.count(like(action)) == 0;
   }
-  void refused(const std::string& like) {
+  void refused(const Action& action) {
     std::lock_guard lock(mutex_);
-    refused_.insert(like);
+    refused_.insert(like(action));
   }
   void server_is_busy() {
     std::lock_guard lock(mutex_);
     busy_ = true;
   }
-  static std::string like(const Action& action) {
-    if (!action.body.is_object()) return {};
-    const Json labels = action.body.value("metadata", Json::object()).value("labels", Json::object());
-    return action.resource.plural + "/" + labels.value(kLabelRole, std::string());
-  }
 
  private:
+  static std::string like(const Action& action) { return action.resource.plural + "/" + action.role; }
+
   std::mutex mutex_;
   std::set<std::string> refused_;
   bool busy_ = false;
@@ -203,8 +200,7 @@ void Writer::run_waves(const ObjectKey& key, const RLJob& job, std::vector<Actio
 
 void Writer::carry_out_one(const ObjectKey& key, const RLJob& job, Action& action, Wave& wave,
                            const Deadline& deadline) {
-  if (!wave.may_ask(action)) return;            // whose failure that was throws it
-  const std::string like = Wave::like(action);  // create() takes the body
+  if (!wave.may_ask(action)) return;  // whose failure that was throws it
   try {
     if (action.kind == Action::Kind::kDelete) {
       remove(key, job.metadata.uid, action, deadline);
@@ -214,7 +210,7 @@ void Writer::carry_out_one(const ObjectKey& key, const RLJob& job, Action& actio
   } catch (const ApiError& e) {
     if (e.status() == 429) wave.server_is_busy();
     if (!is_refusal(e)) throw;
-    wave.refused(like);
+    wave.refused(action);
     throw Refused{action.resource.kind, e};
   }
 }

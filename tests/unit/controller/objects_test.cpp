@@ -297,6 +297,7 @@ TEST(Objects, APodsBodyIsMadeWhenItIsAskedFor) {
   for (size_t i = 0; i < 2; ++i) {
     EXPECT_TRUE(actions[i].body.is_null());
     EXPECT_EQ(actions[i].name, wanted[i].name);
+    EXPECT_EQ(actions[i].role, "actor");
     EXPECT_EQ(actions[i].content()["metadata"]["name"], wanted[i].name) << "the plan's context is gone";
   }
 }
