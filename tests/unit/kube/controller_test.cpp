@@ -134,10 +134,10 @@ TEST(Controller, ALookAtAHeldKeyDoesNotEndItsBackOff) {
     return {};
   });
   loop.controller.start();
-  while (loop.calls("a") < 4) {
+  ASSERT_TRUE(eventually([&] {
     loop.controller.add("a");
-    std::this_thread::sleep_for(Milliseconds(2));
-  }
+    return loop.calls("a") >= 4;
+  }));
   EXPECT_GE(loop.controller.queue().requeues("a"), 3) << "as often as it has failed, whatever news came";
   busy = false;
   EXPECT_TRUE(eventually([&] { return loop.controller.queue().requeues("a") == 0; }));

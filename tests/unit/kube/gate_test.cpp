@@ -162,6 +162,7 @@ TEST(Gate, AFullServerClosesWhomItWaitedForLongest) {
 // back.
 void expect_taken(HttpServerOptions options, const std::string& body, int taken) {
   options.max_threads = 1;
+  options.request_timeout = Milliseconds(60000);  // nobody is closed because the machine is slow
   std::atomic<bool> go{false}, begun{false};
   HttpServer server(options);
   server.handle("POST", "/", [&](const HttpRequest&) {
