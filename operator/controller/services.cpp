@@ -110,8 +110,9 @@ std::vector<WantedPod> Planner::due_pods(bool& avoids) {
 
 bool Planner::avoid_alone(const Failure& failure) {
   const Verdict verdict = judge(job_.spec.failure_policy, failure);
-  // To Kueue a pod of another affinity would not be one of the group.
-  if (!verdict.avoid_node || failure.node.empty() || backend_.kind == scheduling::BackendKind::kKueue) return false;
+  // To Kueue a pod of another affinity would not be one of the group; a back-end that is missing may be Kueue.
+  const bool fixed = no_backend_ || backend_.kind == scheduling::BackendKind::kKueue;
+  if (!verdict.avoid_node || failure.node.empty() || fixed) return false;
   const auto& nodes = next_.avoided_nodes;
   const bool known =
       std::any_of(nodes.begin(), nodes.end(), [&](const AvoidedNode& node) { return node.name == failure.node; });

@@ -325,6 +325,22 @@ TEST(GenerationPod, WhatItsExitCodeSays) {
   EXPECT_EQ(node.job.status.attempt, 1);
 }
 
+TEST(GenerationPod, AMissingKueueChangesNoAffinity) {
+  World w = generating("replicas: 3", "  queueName: q\n  scheduling: {backend: Kueue}\n");
+  w.options.discovery["kueue.x-k8s.io/v1beta2"] = {"workloads"};
+  w.run();
+  w.options.discovery.clear();
+  w.fail_pod("quick-generation-0-a1", 30);
+  w.reconcile();
+  EXPECT_EQ(w.condition("Accepted")->reason, "BackendMissing");
+  EXPECT_TRUE(w.job.status.avoided_nodes.empty());
+  EXPECT_EQ(w.job.status.attempt, 1);
+  w.options.discovery["kueue.x-k8s.io/v1beta2"] = {"workloads"};
+  w.reconcile();
+  EXPECT_TRUE(w.job.status.avoided_nodes.empty()) << "its pod must look like the others of the group";
+  EXPECT_NE(pod_of(w, "quick-generation-0-a1-i1"), nullptr);
+}
+
 TEST(GenerationPod, TooFewForTooLongEndTheAttempt) {
   World w = generating();
   w.run();
