@@ -252,16 +252,18 @@ TEST(Client, EveryWaitHasADeadline) {
   ClientOptions one;
   one.max_connections = 1;
   Client narrow(server.config(), one);
-  server.inject({.path_part = "/pods/slow", .status = 500, .delay = Milliseconds(120000)});
+  server.inject({.path_part = "/pods/held", .status = 500, .delay = Milliseconds(120000)});
   std::thread holder([&] {
-    error_of([&] { narrow.get(resources::kPods, {"ns", "slow"}, Deadline::after(Milliseconds(2000))); });
+    error_of([&] { narrow.get(resources::kPods, {"ns", "held"}, Deadline::after(Milliseconds(60000))); });
   });
-  EXPECT_TRUE(eventually([&] { return server.count("GET", "/pods/slow") == 2; }));
+  EXPECT_TRUE(eventually([&] { return server.count("GET", "/pods/held") == 1; }));
   EXPECT_EQ(error_of([&] {
               narrow.find(resources::kPods, {"ns", "a"}, Deadline::after(Milliseconds(50)));
             }).kind(),
             ApiErrorKind::kTimeout);
+  server.stop();
   holder.join();
+  server.start();
   EXPECT_EQ(narrow.find(resources::kPods, {"ns", "a"}), std::nullopt);
 
   ClientOptions slow;
