@@ -344,7 +344,7 @@ Json parse_answer(const std::string& what, const std::string& body) {
     return Json::parse(body);
   } catch (const Json::exception&) {
     throw ApiError(ApiErrorKind::kUnavailable, 200, "Malformed",
-                   what + ": the answer is not JSON: " + body.substr(0, 100));
+                   what + ": the answer is not JSON: " + one_line(body, 100));
   }
 }
 

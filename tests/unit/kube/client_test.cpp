@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/text.h"
+#include "operator/kube/http_server.h"
 #include "operator/kube/metrics.h"
 #include "tests/unit/kube/fake_apiserver.h"
 
@@ -237,6 +238,22 @@ TEST(ApiErrors, AStrangersAnswerIsBoundedAndValid) {
   EXPECT_EQ(what(status.dump()), "get x: HTTP 502: no room");
   EXPECT_LE(ApiError::from_response("get x", 502, status.dump(), std::nullopt).reason().size(), 100u);
   EXPECT_LE(what(nlohmann::json{{"message", std::string(100000, 'm')}}.dump()).size(), 1100u);
+}
+
+TEST(Client, AnAnswerThatIsNoJsonIsToldOnOneLine) {
+  HttpServerOptions options;
+  options.address = "127.0.0.1";
+  HttpServer proxy(options);
+  proxy.handle("GET", "/api/v1/namespaces/ns/pods/a", [](const HttpRequest&) {
+    return HttpResponse{200, "<html>\n\xFF"};
+  });
+  proxy.start();
+  ClientConfig config;
+  config.scheme = "http";
+  config.host = "127.0.0.1";
+  config.port = proxy.port();
+  const ApiError e = error_of([&] { Client(config).get(resources::kPods, {"ns", "a"}); });
+  EXPECT_EQ(std::string(e.what()), "get pods ns/a: the answer is not JSON: <html> ?");
 }
 
 TEST(Client, EveryWaitHasADeadline) {
