@@ -39,13 +39,17 @@ void CriticLink::ahead(const Sample* samples, size_t count) {
   mail_.post(critic_mail::ahead(number), pack_for_critic({samples, samples + count}));
 }
 
-void CriticLink::fill_values(std::vector<Sample>& samples, int64_t step) {
+void CriticLink::begin_values(const std::vector<Sample>& samples, int64_t step) {
   CriticCall asked;
   asked.kind = CriticCall::Kind::kValues;
   asked.step = step;
   if (context_.is_main()) asked.samples = samples;
   call(asked);
-  unpack_values(answer("the values of step " + std::to_string(step)), samples);
+  step_of_values_ = step;
+}
+
+void CriticLink::finish_values(std::vector<Sample>& samples) {
+  unpack_values(answer("the values of step " + std::to_string(step_of_values_)), samples);
 }
 
 void CriticLink::begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step) {

@@ -15,8 +15,8 @@
 
 namespace trireme {
 
-// On each actor rank, called from its training thread. For each step in this order: fill_values(), begin_training(),
-// finish_training(), by all actor ranks.
+// On each actor rank, called from its training thread. For each step in this order: begin_values(), finish_values(),
+// begin_training(), finish_training(), by all actor ranks.
 class Critic {
  public:
   Critic() = default;
@@ -32,9 +32,11 @@ class Critic {
   // Sample::values.
   virtual bool works_in_waits() const { return works_ahead(); }
   virtual void in_wait(std::vector<Sample>& samples) { ahead(samples.data(), samples.size()); }
-  // Sample::values of all samples, on all ranks. Throws Error(kData) that names sample and token where one is not
-  // finite.
-  virtual void fill_values(std::vector<Sample>& samples, int64_t step) = 0;
+  // Sample::values of all samples, on all ranks, behind finish_values() with the same samples: a critic on ranks of its
+  // own computes them beside what the actor does between the two. Throw Error(kData) that names sample and token where
+  // one is not finite.
+  virtual void begin_values(std::vector<Sample>& samples, int64_t step) = 0;
+  virtual void finish_values(std::vector<Sample>& samples) = 0;
   // Every rank passes the same samples, with values and returns. On the actor's ranks it has trained when this returns;
   // else it trains beside what follows.
   virtual void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step) = 0;
@@ -47,7 +49,8 @@ class LocalCritic final : public Critic {
   explicit LocalCritic(std::unique_ptr<CriticTrainer> trainer) : trainer_(std::move(trainer)) {}
   bool works_in_waits() const override { return trainer_->values_alone(); }
   void in_wait(std::vector<Sample>& samples) override { trainer_->fill_own_values(samples); }
-  void fill_values(std::vector<Sample>& samples, int64_t) override { trainer_->fill_values(samples); }
+  void begin_values(std::vector<Sample>& samples, int64_t) override { trainer_->fill_values(samples); }
+  void finish_values(std::vector<Sample>&) override {}
   void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t) override {
     const Stopwatch watch;
     trained_.metrics = trainer_->train(samples, passes);
@@ -72,7 +75,8 @@ class CriticLink final {
   // Whether the critic's ranks compute values of what they are sent ahead; known behind begin().
   bool works_ahead() const { return works_ahead_; }
   void ahead(const Sample* samples, size_t count);
-  void fill_values(std::vector<Sample>& samples, int64_t step);
+  void begin_values(const std::vector<Sample>& samples, int64_t step);
+  void finish_values(std::vector<Sample>& samples);
   void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step);
   CriticTrained finish_training();
   // The critic begins to save, beside the actor's own save; wait_saved() returns when its checkpoint has its name, or
@@ -100,6 +104,7 @@ class CriticLink final {
   ParallelContext& context_;
   Mail mail_;
   int64_t calls_ = 0;  // the same on all ranks
+  int64_t step_of_values_ = 0;
   bool works_ahead_ = true;
 };
 
@@ -108,7 +113,8 @@ class RemoteCritic final : public Critic {
   explicit RemoteCritic(CriticLink& link) : link_(link) {}
   bool works_ahead() const override { return link_.works_ahead(); }
   void ahead(const Sample* samples, size_t count) override { link_.ahead(samples, count); }
-  void fill_values(std::vector<Sample>& samples, int64_t step) override { link_.fill_values(samples, step); }
+  void begin_values(std::vector<Sample>& samples, int64_t step) override { link_.begin_values(samples, step); }
+  void finish_values(std::vector<Sample>& samples) override { link_.finish_values(samples); }
   void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step) override {
     link_.begin_training(samples, passes, step);
   }

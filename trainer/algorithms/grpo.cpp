@@ -521,7 +521,7 @@ class GrpoLoop final {
   }
 
   // PPO: values of all states and, where rewards or masks need them, log-probs of all tokens; then rewards, advantages
-  // and returns of tokens, the same on all ranks.
+  // and returns of tokens, the same on all ranks. A critic on ranks of its own computes beside the log-probs' passes.
   void assign_of_tokens(std::vector<Sample>& samples, StepReport& report) {
     const double kl = reward_kl_penalty(config_);
     {
@@ -532,7 +532,7 @@ class GrpoLoop final {
         if (critic_trainer_ != nullptr)
           report.values["performance/values_under_generation"] = share_with_values(samples);
         if (session_.critic != nullptr) make_room(*session_.critic->model, session_.critic->config, samples);
-        critic_->fill_values(samples, report.step);
+        critic_->begin_values(samples, report.step);
         report.values["timing/train/value_inference"] = watch.seconds();
       }
       const auto fill = [&](std::vector<Sample>& of, std::vector<float> Sample::*numbers, const Model& model,
@@ -554,6 +554,11 @@ class GrpoLoop final {
         if (threshold) mask_mismatched_samples(samples, *threshold);
       }
       if (kl != 0) fill(samples, &Sample::reference_logprobs, *reference_, reference_distribution(config_));
+      if (critic_ != nullptr) {
+        const Stopwatch watch;
+        critic_->finish_values(samples);
+        report.values["timing/train/value_inference"] += watch.seconds();
+      }
     }
     for (const auto& [name, value] :
          assign_token_advantages(samples, config_.ppo.adv_estimator, kl, config_.loss_fn.reference_policy_kl_type))

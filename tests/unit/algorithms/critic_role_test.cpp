@@ -68,7 +68,8 @@ RoleOutcome on_the_actors_rank() {
   TinyCritic tiny(context);
   outcome.samples = valued_rollout();
   LocalCritic critic(std::move(tiny.trainer));
-  critic.fill_values(outcome.samples, 1);
+  critic.begin_values(outcome.samples, 1);
+  critic.finish_values(outcome.samples);
   add_returns(outcome.samples);
   critic.begin_training(outcome.samples, 2, 1);
   outcome.trained = critic.finish_training();
@@ -115,7 +116,9 @@ RoleOutcome on_its_own_ranks(const Layout& of_actor, const Layout& of_critic, co
     for (size_t i = static_cast<size_t>(context.rank()) * 4; leads && i + 2 <= 16; i += static_cast<size_t>(actors) * 4)
       critic.ahead(&samples[i], 2);
     context.world().barrier();  // as the exchange of a rollout is one
-    critic.fill_values(samples, 1);
+    critic.begin_values(samples, 1);
+    context.world().barrier();  // as passes of the actor's ranks, which come between
+    critic.finish_values(samples);
     add_returns(samples);
     critic.begin_training(samples, 2, 1);
     const CriticTrained trained = critic.finish_training();

@@ -20,11 +20,13 @@ TEST(ValuesInWaits, AreTheBitsOfThoseThatAllSamplesGetTogether) {
   EXPECT_FALSE(critic.works_ahead()) << "beside generation on the same device it would stand in its way";
   ASSERT_TRUE(critic.works_in_waits());
   std::vector<Sample> together = test::recorded(), apart = test::recorded();
-  critic.fill_values(together, 1);
+  critic.begin_values(together, 1);
+  critic.finish_values(together);
   std::vector<Sample> some(apart.begin() + 4, apart.begin() + 6);
   critic.in_wait(some);
   for (size_t i = 0; i < some.size(); ++i) apart[4 + i].values = some[i].values;
-  critic.fill_values(apart, 1);
+  critic.begin_values(apart, 1);
+  critic.finish_values(apart);
   for (size_t i = 0; i < together.size(); ++i) {
     ASSERT_EQ(apart[i].values.size(), apart[i].response.size());
     EXPECT_EQ(std::memcmp(apart[i].values.data(), together[i].values.data(), apart[i].values.size() * sizeof(float)), 0)
