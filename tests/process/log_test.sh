@@ -49,4 +49,6 @@ check "two more steps" "$TRIREME" $(run_args texts grpo.max_num_steps=5 logger.r
   logger.rollouts.max_samples=10 env.format.weight=0.5)
 [ "$(there)" = "train_data_step_4.jsonl train_data_step_5.jsonl " ] && ok "a resumed run goes on with them" ||
   bad "files after a resume" "$(there)"
+out=$(OMP_NUM_THREADS=1 "$TRIREME" $(run_args threads grpo.max_num_steps=1) 2>&1) &&
+  grep -q ", 1 threads a rank" <<<"$out" && ok "OMP_NUM_THREADS is heeded" || bad "OMP_NUM_THREADS is heeded" "$out"
 finish

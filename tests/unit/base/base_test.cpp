@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "base/log_limit.h"
 #include "base/sigpipe.h"
@@ -300,6 +301,15 @@ TEST(Subprocess, AGroupEndsWhenItsFirstProcessHasEnded) {
   ASSERT_EQ(::poll(&fd, 1, 60000), 1);
   char byte;
   EXPECT_EQ(::read(child.stdout_fd(), &byte, 1), 0);
+}
+
+TEST(Host, AContainersQuotaIsRoundedUpToCpus) {
+  EXPECT_EQ(cpus_of_quota("200000 100000"), 2);
+  EXPECT_EQ(cpus_of_quota("150000 100000\n"), 2);
+  EXPECT_EQ(cpus_of_quota("1000 100000"), 1);
+  for (const char* none : {"max 100000", "", "-1 100000", "100000", "100000 0"})
+    EXPECT_EQ(cpus_of_quota(none), 0) << none;
+  EXPECT_GE(usable_cpus(), 1);
 }
 
 }  // namespace
