@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/text.h"
+#include "topology/combine_blocks.h"
 #include "trainer/parallel/device.h"
 
 namespace trireme::bench {
@@ -15,6 +16,7 @@ ModelOptions Target::model_options(bool trainable) const {
   options.dtype = dtype;
   options.device = device;
   options.trainable = trainable;
+  options.combine_blocks = combine_blocks;
   return options;
 }
 
@@ -47,6 +49,15 @@ Target resolve(const CommonOptions& options) {
                  : target.device.is_cuda() ? at::kBFloat16
                                            : at::kFloat;
   target.stages = options.stages;
+  target.combine_blocks = options.combine_blocks;
+  if (options.combine_blocks > 0 && target.config.num_experts == 0)
+    fail_user("--combine-blocks " + std::to_string(options.combine_blocks) + ": the shape " + options.shape +
+              " has no experts");
+  if (target.config.num_experts > 0) {
+    for (const std::string& problem :
+         combine_block_problems(target.config.num_experts, options.combine_blocks, options.ep))
+      fail_user(problem);
+  }
   target.element_bytes = static_cast<int64_t>(c10::elementSize(target.dtype));
   return target;
 }
@@ -65,6 +76,7 @@ nlohmann::json report_header(const std::string& benchmark, const CommonOptions& 
           {"cp", options.cp},
           {"pp", options.pp},
           {"ep", options.ep},
+          {"combine_blocks", options.combine_blocks},
           {"virtual_stages", options.stages.virtual_stages},
           {"first_stage_layers", options.stages.first_layers},
           {"last_stage_layers", options.stages.last_layers},

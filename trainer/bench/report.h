@@ -28,6 +28,7 @@ struct CommonOptions {
   int64_t cp = 1;  // context parallel ranks, which share each micro-batch
   int64_t pp = 1;  // pipeline stages
   int64_t ep = 1;  // ranks that share a layer's experts
+  int64_t combine_blocks = 0;  // policy.moe_combine_blocks
   StageOptions stages;
   int64_t devices_of_replica() const { return tp * cp * pp; }
   Layout layout(int64_t ranks) const;  // of so many; throws Error(kUser) where they are no replicas
@@ -40,6 +41,7 @@ struct Target {
   at::ScalarType dtype = at::kFloat;
   int64_t element_bytes = 4;
   StageOptions stages;
+  int64_t combine_blocks = 0;
 
   ModelOptions model_options(bool trainable) const;
   // Of this rank's part of the model.

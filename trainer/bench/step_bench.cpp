@@ -514,6 +514,7 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
     config.loss_fn.use_importance_sampling_correction = true;
   }
   config.cluster.processes = ranks;
+  policy.moe_combine_blocks = options.common.combine_blocks;
   if (options.common.devices_of_replica() > 1 || options.common.ep > 1) {
     policy.megatron_cfg.enabled = true;
     policy.megatron_cfg.tensor_model_parallel_size = options.common.tp;

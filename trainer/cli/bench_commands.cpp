@@ -57,6 +57,8 @@ void add_split(CLI::App* verb, bench::CommonOptions& o) {
 
 void add_experts(CLI::App* verb, bench::CommonOptions& o) {
   verb->add_option("--ep", o.ep, "expert parallel size")->check(CLI::PositiveNumber);
+  verb->add_option("--combine-blocks", o.combine_blocks, "policy.moe_combine_blocks (default: derived)")
+      ->check(CLI::PositiveNumber);
 }
 
 void add_context(CLI::App* verb, bench::CommonOptions& o) {

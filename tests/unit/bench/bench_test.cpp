@@ -288,6 +288,21 @@ TEST(StepBench, FloorsCountASharedPromptOnce) {
   }
 }
 
+TEST(Bench, BlocksOfExpertsAreThoseAskedFor) {
+  CommonOptions options;
+  options.shape = "qwen3-30b-a3b";
+  EXPECT_EQ(resolve(options).model_options(false).combine_blocks, 0);
+  options.combine_blocks = options.ep = 2;
+  EXPECT_EQ(resolve(options).model_options(true).combine_blocks, 2);
+  options.ep = 4;
+  EXPECT_MENTIONS(test::user_error_of([&] { resolve(options); }), "ep 4 does not divide the 2 blocks");
+  options.combine_blocks = 3;
+  EXPECT_MENTIONS(test::user_error_of([&] { resolve(options); }), "which does not divide the model's 128 experts");
+  options.shape = "tiny";
+  options.ep = 1;
+  EXPECT_MENTIONS(test::user_error_of([&] { resolve(options); }), "the shape tiny has no experts");
+}
+
 // Replicas of their own, and such that share experts.
 class StepOfTwo : public ::testing::TestWithParam<int64_t> {};
 INSTANTIATE_TEST_SUITE_P(StepBench, StepOfTwo, ::testing::Values(1, 2),
