@@ -300,10 +300,12 @@ else bad "the end of three ranks: code $code" "$out"; fi
 # A rank that hangs: the others name it when the collective's deadline has passed, and the launcher ends it. With rank 0
 # the store hangs, which the others would ask.
 for rank in 1 0; do
+  : >"$dir/out"  # what the run before has said is not waited for
   "$TRIREME" launch --nproc-per-node 2 -- $(run_args "hung-$rank" grpo.max_num_steps=100000 \
     checkpointing.enabled=false cluster.collective_timeout_s=30) >"$dir/out" 2>"$dir/err" & pid=$!
   await 240 grep -q "step 2/" "$dir/out"
   victim=$(of_rank $rank $pid)
+  [ -n "$victim" ] || kill -TERM $pid  # the run has not come so far, and does not end by itself
   kill -STOP $victim; SECONDS=0
   wait $pid; code=$?
   text="rank 1 on .* has not come (last seen at number"
