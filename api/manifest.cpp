@@ -264,21 +264,54 @@ int depth_of(const Json& value, int limit) {
   return depth + 1;
 }
 
+// Counts what a text holds, keys too, and keeps nothing. Not a parser's callback: at the end of each object that looks
+// through all elements of the array around it, which is quadratic.
+class JsonBounds final : public nlohmann::json_sax<Json> {
+ public:
+  explicit JsonBounds(std::string_view what) : what_(what) {}
+  bool null() override { return value(); }
+  bool boolean(bool) override { return value(); }
+  bool number_integer(number_integer_t) override { return value(); }
+  bool number_unsigned(number_unsigned_t) override { return value(); }
+  bool number_float(number_float_t, const string_t&) override { return value(); }
+  bool string(string_t&) override { return value(); }
+  bool binary(binary_t&) override { return value(); }
+  bool key(string_t&) override { return value(); }
+  bool start_object(size_t) override { return opened(); }
+  bool start_array(size_t) override { return opened(); }
+  bool end_object() override { return closed(); }
+  bool end_array() override { return closed(); }
+  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override {
+    return false;  // which the parser of values says with its place
+  }
+
+ private:
+  bool value() {
+    if (++values_ > kMaxValues) fail_user(what_ + ": more than " + std::to_string(kMaxValues) + " values");
+    return true;
+  }
+  bool opened() {
+    if (++depth_ > kMaxDepth) fail_user(what_ + ": nested deeper than " + std::to_string(kMaxDepth) + " levels");
+    return value();
+  }
+  bool closed() {
+    --depth_;
+    return true;
+  }
+
+  const std::string what_;
+  size_t values_ = 0;
+  int depth_ = 0;
+};
+
 }  // namespace
 
 Json parse_json_bounded(std::string_view text, std::string_view what) {
   check_text(text, what);
-  size_t values = 0;
-  const auto callback = [&](int depth, Json::parse_event_t event, Json&) {
-    if (depth > kMaxDepth)
-      fail_user(std::string(what) + ": nested deeper than " + std::to_string(kMaxDepth) + " levels");
-    const bool ends = event == Json::parse_event_t::object_end || event == Json::parse_event_t::array_end;
-    if (!ends && ++values > kMaxValues)
-      fail_user(std::string(what) + ": more than " + std::to_string(kMaxValues) + " values");
-    return true;
-  };
+  JsonBounds bounds(what);
+  (void)Json::sax_parse(text, &bounds);
   try {
-    return Json::parse(text, callback);
+    return Json::parse(text);
   } catch (const Json::exception& e) {
     std::string message = e.what();  // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
     const size_t start = message.find("] ");
