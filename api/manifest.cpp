@@ -9,6 +9,7 @@
 
 #include "api/rljob.h"
 #include "base/error.h"
+#include "base/json_events.h"
 #include "base/text.h"
 
 namespace trireme {
@@ -264,9 +265,8 @@ int depth_of(const Json& value, int limit) {
   return depth + 1;
 }
 
-// Counts what a text holds, keys too, and keeps nothing. Not a parser's callback: at the end of each object that looks
-// through all elements of the array around it, which is quadratic.
-class JsonBounds final : public nlohmann::json_sax<Json> {
+// Counts what a text holds, keys too.
+class JsonBounds final : public JsonEvents {
  public:
   explicit JsonBounds(std::string_view what) : what_(what) {}
   bool null() override { return value(); }
@@ -275,15 +275,11 @@ class JsonBounds final : public nlohmann::json_sax<Json> {
   bool number_unsigned(number_unsigned_t) override { return value(); }
   bool number_float(number_float_t, const string_t&) override { return value(); }
   bool string(string_t&) override { return value(); }
-  bool binary(binary_t&) override { return value(); }
   bool key(string_t&) override { return value(); }
   bool start_object(size_t) override { return opened(); }
   bool start_array(size_t) override { return opened(); }
   bool end_object() override { return closed(); }
   bool end_array() override { return closed(); }
-  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override {
-    return false;  // which the parser of values says with its place
-  }
 
  private:
   bool value() {

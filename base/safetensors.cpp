@@ -4,8 +4,10 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <vector>
 
 #include "base/error.h"
+#include "base/json_events.h"
 
 namespace trireme {
 namespace {
@@ -13,22 +15,33 @@ namespace {
 // The reference implementation refuses longer headers too.
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 
+class RepeatedKeys final : public JsonEvents {
+ public:
+  bool start_object(size_t) override {
+    open_.emplace_back();
+    return true;
+  }
+  bool end_object() override {
+    open_.pop_back();
+    return true;
+  }
+  bool key(string_t& key) override {
+    if (!open_.back().insert(key).second) last = key;
+    return true;
+  }
+  std::string last;  // empty: there is none
+
+ private:
+  std::vector<std::set<std::string>> open_;
+};
+
 // nlohmann keeps the last of two equal keys silently; a tensor named twice must be an error.
 nlohmann::json parse_unique(std::string_view text, const std::string& source) {
-  std::vector<std::set<std::string>> open;
-  std::string twice;
-  const auto watch = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& parsed) {
-    using Event = nlohmann::json::parse_event_t;
-    if (event == Event::object_start) open.emplace_back();
-    if (event == Event::object_end && !open.empty()) open.pop_back();
-    if (event == Event::key && !open.empty() && !open.back().insert(parsed.get<std::string>()).second) {
-      twice = parsed.get<std::string>();
-    }
-    return true;
-  };
-  nlohmann::json json = nlohmann::json::parse(text.begin(), text.end(), watch, false);
+  RepeatedKeys repeated;
+  (void)nlohmann::json::sax_parse(text, &repeated);
+  nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (json.is_discarded() || !json.is_object()) fail_data(source + ": the safetensors header is not a JSON object");
-  if (!twice.empty()) fail_data(source + ": the header names " + twice + " twice");
+  if (!repeated.last.empty()) fail_data(source + ": the header names " + repeated.last + " twice");
   return json;
 }
 

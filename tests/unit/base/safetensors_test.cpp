@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+
 #include "base/error.h"
 
 namespace trireme {
@@ -43,6 +45,15 @@ TEST(SafetensorsHeader, RoundTrip) {
 }
 
 TEST(SafetensorsHeader, AcceptsAnEmptyFileOfNoTensors) { EXPECT_EQ(problem_of(with_header("{}", 0)), ""); }
+
+// What looks through all tensors at the end of each takes minutes here.
+TEST(SafetensorsHeader, ManyTensorsTakeLinearTime) {
+  std::string json = "{" + entry("t", "U8", "[0]", "[0,0]");
+  for (int i = 0; i < 100000; ++i) json += "," + entry("t" + std::to_string(i), "U8", "[0]", "[0,0]");
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(problem_of(with_header(json + "}", 0)), "");
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
+}
 
 TEST(SafetensorsHeader, EveryRuleIsChecked) {
   const auto expect = [](const std::string& json, size_t data, const std::string& part) {
