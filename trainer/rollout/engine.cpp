@@ -4,24 +4,16 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <deque>
-#include <map>
 #include <numeric>
 #include <utility>
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/host.h"
 #include "base/log.h"
-#include "base/text.h"
 #include "trainer/model/row_names.h"
-#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/communicator.h"
-#include "trainer/rollout/cache_size.h"
-#include "trainer/rollout/lanes.h"
-#include "trainer/rollout/scheduler.h"
-#include "trainer/rollout/step_runner.h"
+#include "trainer/rollout/engine_impl.h"
 
 namespace trireme {
 
@@ -52,129 +44,31 @@ SamplingOptions checked(SamplingOptions s, const Tokenizer* tokenizer) {
 
 }  // namespace
 
-struct Engine::Impl {
-  struct Group {
-    GroupRequest request;
-    GeneratedGroup result;
-    std::shared_ptr<const SamplingOptions> sampling;
-    LogprobOptions logprob;
-    std::vector<int64_t> limits;    // new tokens of each sample
-    int64_t order = 0;              // of submission
-    size_t longest_stop_bytes = 0;  // 0: no stop strings
-    int64_t unfinished = 0;
-    std::vector<int64_t> aside;  // samples, while it is suspended: those that have not ended
-  };
-  struct LiveSample {
-    Group* group = nullptr;
-    int64_t index = 0;    // in the group
-    int64_t unseen = -1;  // its entry of the lane's `launched`, or -1
-    bool finished = false;
-    GeneratedSample& result() const { return group->result.samples[index]; }
-  };
-  struct Outputs {  // of one step
-    std::vector<Output> list;
-    int64_t version = 0;  // of the weights that it read
-  };
-  using Complete = std::pair<int64_t, GeneratedGroup>;  // with Group::order
-  struct Lane {
-    explicit Lane(const SchedulerOptions& scheduling) : scheduler(scheduling) {}
-    LiveSample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
-    Scheduler scheduler;
-    std::deque<LiveSample> samples;  // of sequence ids first_sequence, first_sequence + 1, ...
-    int64_t first_sequence = 0;
-    StepPlan plan;  // reused from step to step
-    // Of steps whose tokens are still the runner's: the last one, and, with late_stops, the one before for a moment.
-    std::optional<Outputs> launched, earlier;
-  };
-
-  Impl(const Model& m, const Tokenizer* t, const EngineOptions& o, const SamplingOptions& s)
-      : model(m), tokenizer(t), options(o), sampling(std::make_shared<SamplingOptions>(checked(s, t))) {
-    if (options.max_total_length <= 0) options.max_total_length = model.config().positions();
-    // No rotation beyond, and on CUDA nobody looks at positions.
-    const bool dynamic = model.config().rope.scaling == RopeOptions::Scaling::kDynamic;
-    if (dynamic && options.max_total_length > model.config().positions()) {
-      fail_user("rollout: sequences of " + std::to_string(options.max_total_length) +
-                " tokens, but dynamic rope scaling ends at " + std::to_string(model.config().positions()) +
-                "; lower policy.max_total_sequence_length");
-    }
-    if (options.max_total_length < 2) fail_user("rollout: max_total_length must be at least 2");
-    if (options.max_sequences < 1) fail_user("rollout: max_sequences must be at least 1");
-    TRIREME_CHECK(options.lanes >= 1 && (options.lanes == 1 || pipelined()), "lanes are those of a pipeline");
-    if (!(options.cache_memory_fraction > 0.0 && options.cache_memory_fraction <= 1.0)) {
-      fail_user("rollout: cache_memory_fraction must be in (0, 1]");
-    }
-    scheduling.prefill_chunk_tokens = options.prefill_chunk_tokens;
-    scheduling.headroom_rows = options.headroom_rows;
-    scheduling.grow_factor = options.grow_factor;
-    if (on_cuda()) {
-      options.late_stops = true;
-      scheduling.chunk_alignment = kChunkAlignment;
-    }
-    make_lanes(options.cache_rows == 0 ? 1 : options.cache_rows);  // allocate() finds it
+Engine::Impl::Impl(const Model& m, const Tokenizer* t, const EngineOptions& o, const SamplingOptions& s)
+    : model(m), tokenizer(t), options(o), sampling(std::make_shared<SamplingOptions>(checked(s, t))) {
+  if (options.max_total_length <= 0) options.max_total_length = model.config().positions();
+  // No rotation beyond, and on CUDA nobody looks at positions.
+  const bool dynamic = model.config().rope.scaling == RopeOptions::Scaling::kDynamic;
+  if (dynamic && options.max_total_length > model.config().positions()) {
+    fail_user("rollout: sequences of " + std::to_string(options.max_total_length) +
+              " tokens, but dynamic rope scaling ends at " + std::to_string(model.config().positions()) +
+              "; lower policy.max_total_sequence_length");
   }
-
-  bool together() const { return model.options().experts != nullptr; }
-  bool pipelined() const { return model.options().links != nullptr; }
-  bool on_cuda() const { return model.options().device.is_cuda(); }
-  int64_t row_bytes() const { return KvArena::bytes_per_row(model.local(), model.options().dtype); }
-  int64_t most_rows() const { return options.max_sequences * options.max_total_length; }
-  std::unique_ptr<KvArena> make_arena(int64_t rows, int64_t most) const;
-  std::unique_ptr<StepRunner> make_runner(KvArena& over) const;
-  void take_cache();
-  void allocate();
-  void restore();
-  void make_lanes(int64_t rows);
-  void use_rows(int64_t rows);
-  void allocate_measured();
-  int64_t rows_that_fit();
-  int64_t least_of_ranks(int64_t rows) const { return options.least_of_ranks ? options.least_of_ranks(rows) : rows; }
-  void submit(GroupRequest request);
-  std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
-  void deal();
-  static std::vector<int64_t> samples_of(const LanePart& part);
-  void add(Group& group, int64_t lane, const std::vector<int64_t>& samples);
-  void settle(const Engine& engine, std::vector<Complete>& complete);
-  void set_aside();
-  void resume();
-  void mark_mixed();
-  std::vector<Complete> step(const Engine& engine);
-  void launch(int64_t index);
-  template <class F>
-  static void naming_rows(Lane& lane, const std::vector<Output>& outputs, F&& run_part);
-  static void fail_at(Lane& lane, int64_t sequence, int64_t position, const std::string& what);
-  std::optional<Outputs> start(int64_t index);
-  static int64_t known_rows(Lane& lane, const Segment& segment);
-  void look(const Engine& engine, Lane& lane, std::vector<Complete>& complete);
-  void process(const Engine& engine, Lane& lane, const Outputs& outputs, std::vector<Complete>& complete);
-  void drop_steps();
-  void forget_cached();
-  void fill_request(int64_t index);
-  int64_t token(const LiveSample& sample, int64_t position) const;
-  static void expect_unseen(Lane& lane);
-  std::optional<FinishReason> ended(const LiveSample& sample) const;
-  bool stops(const Group& group, const GeneratedSample& sample) const;
-  void finish(const Engine& engine, Lane& lane, int64_t sequence, FinishReason reason, std::vector<Complete>& complete);
-
-  const Model& model;
-  const Tokenizer* tokenizer;
-  EngineOptions options;
-  std::shared_ptr<const SamplingOptions> sampling;
-  SchedulerOptions scheduling;  // of every lane, but for what is its share
-  int64_t cache_rows = 0;       // of all lanes
-  int64_t fewer_lanes = 0;      // than wanted, as was said
-  std::vector<Lane> lanes;
-  std::unique_ptr<KvArena> arena;
-  std::unique_ptr<StepRunner> runner;                // over the arena
-  std::map<int64_t, std::unique_ptr<Group>> groups;  // unfinished ones, by Group::order
-  int64_t next_order = 0;
-  std::map<int64_t, std::unique_ptr<Group>> suspended;  // likewise
-  std::vector<Group*> arrivals;                         // in no lane yet
-  int64_t weights_version = 0;                          // that the next step reads
-  int64_t measured_rows = 0;                            // of the cache, where the engine found its size itself; else 0
-  int64_t step_bytes = 0;                               // then: what steps want of LibTorch's allocator
-  EngineStats stats;
-  StepRequest request;  // reused from step to step
-};
+  if (options.max_total_length < 2) fail_user("rollout: max_total_length must be at least 2");
+  if (options.max_sequences < 1) fail_user("rollout: max_sequences must be at least 1");
+  TRIREME_CHECK(options.lanes >= 1 && (options.lanes == 1 || pipelined()), "lanes are those of a pipeline");
+  if (!(options.cache_memory_fraction > 0.0 && options.cache_memory_fraction <= 1.0)) {
+    fail_user("rollout: cache_memory_fraction must be in (0, 1]");
+  }
+  scheduling.prefill_chunk_tokens = options.prefill_chunk_tokens;
+  scheduling.headroom_rows = options.headroom_rows;
+  scheduling.grow_factor = options.grow_factor;
+  if (on_cuda()) {
+    options.late_stops = true;
+    scheduling.chunk_alignment = kChunkAlignment;
+  }
+  make_lanes(options.cache_rows == 0 ? 1 : options.cache_rows);  // allocate() finds it
+}
 
 // Each sample's limit of new tokens.
 std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, const SamplingOptions& s) const {
@@ -202,127 +96,6 @@ std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, co
   std::vector<int64_t> limits(static_cast<size_t>(request.samples), wanted > 0 ? std::min(wanted, room) : room);
   for (size_t i = 0; i < request.forced_lengths.size(); ++i) limits[i] = std::max(limits[i], request.forced_lengths[i]);
   return limits;
-}
-
-std::unique_ptr<KvArena> Engine::Impl::make_arena(int64_t rows, int64_t most) const {
-  const int64_t scratch = on_cuda() ? kDeviceScratchRows : 0;
-  return std::make_unique<KvArena>(model.local(), rows + scratch, model.options().dtype, model.options().device,
-                                   most + scratch);
-}
-
-std::unique_ptr<StepRunner> Engine::Impl::make_runner(KvArena& over) const {
-  if (on_cuda()) return make_device_runner(model, over, options.max_sequences, options.lanes, options.partition);
-  return make_host_runner(model, over);
-}
-
-// Only when idle.
-void Engine::Impl::make_lanes(int64_t rows) {
-  TRIREME_CHECK(groups.empty(), "the cache's size was changed under samples");
-  lanes.clear();
-  for (const LaneShare& share : lane_shares(options.lanes, rows, options.max_sequences, options.max_total_length)) {
-    scheduling.first_row = share.first_row;
-    scheduling.cache_rows = share.rows;
-    scheduling.max_sequences = share.max_sequences;
-    lanes.emplace_back(scheduling);
-  }
-  cache_rows = rows;
-  stats.lanes = static_cast<int64_t>(lanes.size());
-}
-
-void Engine::Impl::use_rows(int64_t rows) {
-  if (rows != cache_rows) make_lanes(rows);
-  if (stats.lanes < options.lanes && stats.lanes != fewer_lanes) {
-    fewer_lanes = stats.lanes;
-    log_info("rollout", "generation has " + std::to_string(stats.lanes) + " of " + std::to_string(options.lanes) +
-                            " lanes: " + std::to_string(rows) + " cache rows and " +
-                            std::to_string(options.max_sequences) + " places are for as many sequences of " +
-                            std::to_string(options.max_total_length) + " tokens");
-  }
-  stats.cache_rows = rows;
-}
-
-void Engine::Impl::allocate() {
-  if (on_cuda() && options.cache_rows == 0) return allocate_measured();
-  int64_t rows = options.cache_rows;
-  if (rows == 0) {
-    rows = host_cache_rows(available_memory_bytes(), options.cache_memory_fraction, {row_bytes(), most_rows()});
-  }
-  rows = least_of_ranks(rows);
-  auto made = make_arena(rows, rows);
-  runner = make_runner(*made);
-  arena = std::move(made);
-  use_rows(rows);
-}
-
-void Engine::Impl::restore() {
-  int64_t rows = cache_rows;
-  if (on_cuda())
-    log_debug("rollout", "the cache takes its memory again: " + to_string(device_memory(model.options().device)));
-  if (measured_rows > 0) rows = least_of_ranks(rows_that_fit());
-  arena->restore(rows + (on_cuda() ? kDeviceScratchRows : 0));
-  use_rows(rows);
-}
-
-namespace {
-
-std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
-
-}  // namespace
-
-// Over a small arena with addresses for all the memory there could be, everything that takes memory besides happens
-// first. Then the arena gets its share of what is left.
-void Engine::Impl::allocate_measured() {
-  const at::Device device = model.options().device;
-  Stopwatch watch;
-  empty_device_cache(device);
-  const int64_t row_elements = model.local().key_width();
-  const int64_t reachable = cuda::kAddressable / row_elements - 1 - kDeviceScratchRows;
-  const int64_t most =
-      least_of_ranks(mapped_cache_rows(device_memory(device).total, reachable, {row_bytes(), most_rows()}));
-  const int64_t widest = std::min(most, options.prefill_chunk_tokens + options.max_sequences);
-  auto made = make_arena(widest, most);
-  auto steps = make_runner(*made);
-  SampleRow like;
-  like.options = sampling->logprob_options();
-  steps->warm_up(options.prefill_chunk_tokens, like);
-  const DeviceMemory memory = device_memory(device);
-  made->release();
-  const int64_t left = device_memory(device).free;
-  const int64_t rows = least_of_ranks(device_cache_rows(left, options.cache_memory_fraction, {row_bytes(), most}));
-  made->restore(rows + kDeviceScratchRows);
-  log_info("rollout", "the largest step keeps " + gibibytes(memory.cached) + " and " + gibibytes(left) +
-                          " of the GPU's memory are left beside it: the cache has " + std::to_string(rows) + " rows, " +
-                          gibibytes(rows * row_bytes()) + " (" + format_fixed(watch.seconds(), 1) + " s)");
-  runner = std::move(steps);
-  arena = std::move(made);
-  step_bytes = memory.cached;
-  measured_rows = rows;
-  use_rows(rows);
-}
-
-// As many as before, or what others have left.
-int64_t Engine::Impl::rows_that_fit() {
-  const at::Device device = model.options().device;
-  const CacheLimits limits{row_bytes(), measured_rows};
-  if (returning_cache_rows(device_memory(device).free, 0, limits) == measured_rows) return measured_rows;
-  empty_device_cache(device);
-  const DeviceMemory memory = device_memory(device);
-  // What steps had of the allocator's went with it, but for the graphs' part.
-  const int64_t rows = returning_cache_rows(memory.free, std::max<int64_t>(0, step_bytes - memory.cached), limits);
-  if (rows < measured_rows && rows != cache_rows) {
-    log_warn("rollout", "only " + gibibytes(memory.free) + " of the GPU's memory are free: the cache has " +
-                            std::to_string(rows) + " rows instead of " + std::to_string(measured_rows) +
-                            "; a lower policy.generation.kv_cache_memory_fraction leaves more to training");
-  }
-  return rows;
-}
-
-void Engine::Impl::take_cache() {
-  if (arena == nullptr) {
-    allocate();
-  } else if (!arena->resident()) {
-    restore();
-  }
 }
 
 void Engine::Impl::submit(GroupRequest request) {
