@@ -92,8 +92,12 @@ std::string fingerprint(const at::Tensor& flat) {
   return text;
 }
 
+// Of a step in parts: seconds, and the most memory at once in each part.
 struct Split {
   double forward = 0, backward = 0, optimizer = 0;
+  struct {
+    int64_t forward = 0, backward = 0, optimizer = 0;
+  } peak;
 };
 
 void check_length(const TrainBenchOptions& options, const Target& target) {
@@ -189,18 +193,21 @@ class TrainStep final {
   Split in_parts() {
     Split split;
     synchronize(device_);
+    take_peak_memory_bytes(device_);
     Stopwatch watch;
+    const auto end_part = [&](double& seconds, int64_t& peak) {
+      synchronize(device_);
+      seconds += watch.lap();
+      peak = std::max(peak, take_peak_memory_bytes(device_));
+    };
     for (Batch& batch : batches_) {
       const at::Tensor value = loss_of(batch, model_->forward(on_device(context_part(*model_, batch.micro.input))));
-      synchronize(device_);
-      split.forward += watch.lap();
+      end_part(split.forward, split.peak.forward);
       value.backward();
-      synchronize(device_);
-      split.backward += watch.lap();
+      end_part(split.backward, split.peak.backward);
     }
     finish();
-    synchronize(device_);
-    split.optimizer += watch.lap();
+    end_part(split.optimizer, split.peak.optimizer);
     return split;
   }
 
@@ -257,7 +264,7 @@ struct TrainTimes {
   std::vector<double> seconds;  // of whole steps
   double middle = 0;            // their median
   std::optional<Split> split;   // medians of steps in parts; nothing of several stages, where there is no such order
-  int64_t peak_bytes = 0;
+  int64_t peak_bytes = 0;       // of whole steps
 };
 
 TrainTimes time_steps(TrainStep& step, const TrainBenchOptions& options, at::Device device, Communicator& group) {
@@ -272,17 +279,18 @@ TrainTimes time_steps(TrainStep& step, const TrainBenchOptions& options, at::Dev
     synchronize(device);
     times.seconds.push_back(group.all_reduce_max(watch.seconds()));
   }
+  times.peak_bytes = take_peak_memory_bytes(device);
   std::vector<double> forward, backward, optimizer;
+  Split last;
   for (int64_t r = 0; r < options.common.repeats && options.common.pp == 1; ++r) {
     group.barrier();
-    const Split split = step.in_parts();
-    forward.push_back(group.all_reduce_max(split.forward));
-    backward.push_back(group.all_reduce_max(split.backward));
-    optimizer.push_back(group.all_reduce_max(split.optimizer));
+    last = step.in_parts();
+    forward.push_back(group.all_reduce_max(last.forward));
+    backward.push_back(group.all_reduce_max(last.backward));
+    optimizer.push_back(group.all_reduce_max(last.optimizer));
   }
-  times.peak_bytes = take_peak_memory_bytes(device);
   times.middle = median(times.seconds);
-  if (!forward.empty()) times.split = {median(forward), median(backward), median(optimizer)};
+  if (!forward.empty()) times.split = {median(forward), median(backward), median(optimizer), last.peak};
   return times;
 }
 
@@ -322,6 +330,9 @@ nlohmann::json train_report(const TrainBenchOptions& options, const Target& targ
     report["split"] = {{"forward_seconds", split->forward},
                        {"backward_seconds", split->backward},
                        {"optimizer_seconds", split->optimizer},
+                       {"forward_peak_bytes", split->peak.forward},
+                       {"backward_peak_bytes", split->peak.backward},
+                       {"optimizer_peak_bytes", split->peak.optimizer},
                        {"forward_flops_per_second", flops / 3 / split->forward},
                        {"backward_flops_per_second", flops * 2 / 3 / split->backward},
                        {"forward_backward_flops_per_second", flops / (split->forward + split->backward)}};
