@@ -23,10 +23,11 @@ std::vector<WeightUnit> weight_units(const ParameterLayout& layout) {
 }
 
 void ShardLayout::add(int64_t begin, int64_t end, int64_t ranks, int64_t bucket_elements, bool experts) {
-  const int64_t width = (std::min(bucket_elements, end - begin) + ranks - 1) / ranks * ranks;
-  for (; begin < end; begin += width) {
+  while (begin < end) {
+    const int64_t width = (std::min(bucket_elements, end - begin) + ranks - 1) / ranks * ranks;
     buckets.push_back({begin, std::min(width, end - begin), width, owned, ranks, experts});
     owned += width / ranks;
+    begin += width;
   }
 }
 

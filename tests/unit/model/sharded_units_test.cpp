@@ -20,6 +20,7 @@ void expect_dealt(const ParameterLayout& layout, const ShardLayout& shards) {
     EXPECT_EQ(bucket.begin, next);
     EXPECT_EQ(bucket.at, owned);
     EXPECT_GE(bucket.width, bucket.size);
+    EXPECT_LT(bucket.width - bucket.size, bucket.ranks) << "padding is memory of every rank";
     EXPECT_EQ(bucket.part() * bucket.ranks, bucket.width);
     EXPECT_EQ(bucket.experts, bucket.begin >= layout.split_experts);
     next += bucket.size;
