@@ -553,7 +553,10 @@ class GrpoLoop final {
         });
         if (threshold) mask_mismatched_samples(samples, *threshold);
       }
-      if (kl != 0) fill(samples, &Sample::reference_logprobs, *reference_, reference_distribution(config_));
+      // The loss's, too, where values are computed elsewhere meanwhile.
+      const bool of_loss =
+          session_.critic_link != nullptr && reference_ != nullptr && report.step > critic_only_steps(config_);
+      if (kl != 0 || of_loss) fill(samples, &Sample::reference_logprobs, *reference_, reference_distribution(config_));
       if (critic_ != nullptr) {
         const Stopwatch watch;
         critic_->finish_values(samples);
