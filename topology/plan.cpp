@@ -98,9 +98,13 @@ LocalShape shape_of(const Case& c, int64_t stage) {
 Held held(const Case& c, int64_t stage) {
   const RankMemory of_rank =
       rank_memory(c.shape, c.layout, rank_of(c.layout, 0, 0, 0, stage), {.stages = c.options.stages});
-  return {of_rank.dense_params + of_rank.expert_params,
-          up(of_rank.dense_params, group_size(c.layout, Axis::kDpCp)) +
-              up(of_rank.expert_params, group_size(c.layout, Axis::kEdp))};
+  Held held;
+  held.dense_ranks = group_size(c.layout, Axis::kDpCp);
+  held.expert_ranks = group_size(c.layout, Axis::kEdp);
+  held.params = of_rank.dense_params + of_rank.expert_params;
+  held.experts = of_rank.expert_params;
+  held.owned = up(of_rank.dense_params, held.dense_ranks) + up(of_rank.expert_params, held.expert_ranks);
+  return held;
 }
 
 PassWork work_of_step(const Workload& work, bool shared) {

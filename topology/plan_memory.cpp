@@ -44,7 +44,8 @@ int64_t stage_of_generation(const Case& g, int64_t stage) { return g.layout.pp =
 
 // What is there whatever is computed.
 void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& training, MemoryParts& generation) {
-  const auto [params, owned] = held(c, stage);
+  const Held of_rank = held(c, stage);
+  const int64_t params = of_rank.params, owned = of_rank.owned;
   const PlanOptions& o = c.options;
   const bool shared = owned < params;
   const int64_t state = shards(c, StateSharding::kOptimizer) ? owned : params;
@@ -60,7 +61,10 @@ void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& trainin
   // In float32 the weights of the only rank are their own master copy.
   training.optimizer = state * (o.element_bytes == 4 && !shared ? 8 : 12);
   const int64_t whole = shared && shards(c, StateSharding::kGradients) ? 0 : params * o.gradient_bytes;
-  const int64_t sums = shared && shards(c, StateSharding::kOptimizer) ? 4 * owned : 0;
+  // Shared gradients are summed into a place of their own; others are read where backward leaves them.
+  const int64_t sums = 4 * (shards(c, StateSharding::kGradients) && shared ? owned
+                            : shards(c, StateSharding::kOptimizer)         ? of_rank.summed_owned()
+                                                                           : of_rank.summed_params());
   training.gradients = whole + sums;
   generation.optimizer = training.optimizer;
   training.critic = generation.critic = c.critic_bytes;
@@ -71,7 +75,8 @@ void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& trainin
 
 // Buffers while training.
 int64_t exchange_bytes(const Case& c, int64_t stage, const LocalShape& local) {
-  const auto [params, owned] = held(c, stage);
+  const Held of_rank = held(c, stage);
+  const int64_t params = of_rank.params, owned = of_rank.owned;
   const int64_t element = c.options.element_bytes, rows = training_rows(c);
   int64_t bytes = 0;
   if (owned < params && shards(c, StateSharding::kOptimizer)) {

@@ -41,6 +41,13 @@ LocalShape shape_of(const Case& c, int64_t stage);
 // Parameters of a stage's first rank, and those whose optimizer state it has under kOptimizer.
 struct Held {
   int64_t params = 0, owned = 0;
+  int64_t experts = 0;                        // of params: which other ranks share than the rest
+  int64_t dense_ranks = 1, expert_ranks = 1;  // that share each
+  // Of params and of owned: whose gradients are summed over ranks.
+  int64_t summed_params() const { return (dense_ranks > 1 ? params - experts : 0) + (expert_ranks > 1 ? experts : 0); }
+  int64_t summed_owned() const {
+    return owned - (params - experts) * (dense_ranks == 1) - experts * (expert_ranks == 1);
+  }
 };
 Held held(const Case& c, int64_t stage);
 

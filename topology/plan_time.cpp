@@ -131,11 +131,12 @@ double exchange_seconds(const Case& c, const PassWork& work, bool backward, int6
 }
 
 // Of one message of `bytes` of a rank's parameters, in buckets, to or from the others that share them.
-double bucket_seconds(const Case& c, int64_t params, int64_t bytes, int64_t ranks) {
-  if (ranks == 1) return 0;
+double bucket_seconds(const Case& c, int64_t params, int64_t bytes, Axis axis) {
+  const int64_t ranks = group_size(c.layout, axis);
+  if (ranks == 1 || params == 0) return 0;
   const double buckets = real(up(params, kBucketElements));
   const double each = real(params) / buckets * real(bytes) * real(ranks - 1) / real(ranks);
-  return buckets * link(c, Axis::kDpCp).seconds(each);
+  return buckets * link(c, axis).seconds(each);
 }
 
 struct OptimizerSeconds {
@@ -145,14 +146,16 @@ OptimizerSeconds optimizer_seconds(const Case& c, int64_t micro_batches, double 
   const PlanOptions& o = c.options;
   OptimizerSeconds worst;
   for (int64_t stage = 0; stage < c.layout.pp; ++stage) {
-    const auto [params, owned] = held(c, stage);
-    const int64_t ranks = group_size(c.layout, Axis::kDpCp);
-    const int64_t state = o.sharding == StateSharding::kNothing ? params : owned;
+    const Held of_rank = held(c, stage);
+    const int64_t state = o.sharding == StateSharding::kNothing ? of_rank.params : of_rank.owned;
     // Master copy and moments are read and written, the gradient read, the weight written, gradients zeroed.
     const double update =
-        (real(state) * real(28 + o.element_bytes) + real(params * o.gradient_bytes)) / c.devices.rates.copy;
-    const double reduce = bucket_seconds(c, params, o.gradient_bytes, ranks);
-    const double gather = bucket_seconds(c, params, o.element_bytes, ranks);
+        (real(state) * real(28 + o.element_bytes) + real(of_rank.params * o.gradient_bytes)) / c.devices.rates.copy;
+    const auto each = [&](int64_t bytes) {
+      return bucket_seconds(c, of_rank.params - of_rank.experts, bytes, Axis::kDpCp) +
+             bucket_seconds(c, of_rank.experts, bytes, Axis::kEdp);
+    };
+    const double reduce = each(o.gradient_bytes), gather = each(o.element_bytes);
     double exchanges = reduce + (o.sharding == StateSharding::kNothing ? reduce : gather);
     if (o.sharding >= StateSharding::kGradients) exchanges += real(micro_batches - 1) * reduce;
     // Weights come ahead of forward and of backward; what products do not hide remains.

@@ -148,6 +148,7 @@ void ShardedUnits::end_forward(bool backward) {
 void ShardedUnits::make_gradients(int64_t place) {
   for (Unit& unit : units_) {
     if (unit.place != place || unit.gradients.here()) continue;
+    if (before_gradient_memory) before_gradient_memory(unit.begin, unit.end);
     unit.gradients.set(at::zeros({unit.width}, shape_.weights.dtype(shape_.gradients)));
     if (before_gradients) before_gradients(unit.begin, unit.gradients.memory());
   }

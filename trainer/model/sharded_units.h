@@ -72,8 +72,10 @@ class ShardedUnits final {
   // Called in every backward pass when the gradients of a unit are complete: the flat element that the first one is of,
   // and all of them, behind them zeros up to the width of the unit's buckets. May be empty.
   std::function<void(int64_t begin, const at::Tensor& gradients)> on_gradients;
-  // Called with the same before the pass adds to them, when they are zeros: what is written there is in the sum. May be
-  // empty.
+  // Called before memory is taken for the gradients of elements [begin, end): what was handed over of an earlier pass,
+  // and still has its memory, is waited for there. May be empty.
+  std::function<void(int64_t begin, int64_t end)> before_gradient_memory;
+  // Called before the pass adds to gradients, when they are zeros: what is written there is in the sum. May be empty.
   std::function<void(int64_t begin, const at::Tensor& gradients)> before_gradients;
 
   // Before a forward pass reads what is at `place`, and behind its last place. `backward`: one follows.

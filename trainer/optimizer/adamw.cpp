@@ -8,6 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -40,12 +41,14 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
   make_state();
   if (master_.is_cuda()) mark_decayed_groups();
   if (ShardedUnits* units = model.units()) {
+    units->before_gradient_memory = [this](int64_t begin, int64_t end) { await_sums(begin, end); };
     units->before_gradients = [this](int64_t begin, const at::Tensor& gradients) { continue_sums(begin, gradients); };
     units->on_gradients = [this](int64_t begin, const at::Tensor& gradients) { reduce_unit(begin, gradients); };
   }
 }
 
 void DistributedAdamW::make_buckets() {
+  const bool on_cuda = model_.options().device.is_cuda();
   ShardLayout layout;
   if (const ShardedUnits* units = model_.units()) {
     layout = units->shards();
@@ -64,6 +67,9 @@ void DistributedAdamW::make_buckets() {
     slice.begin = bucket.begin + (bucket.sharded() ? bucket.group->rank() * bucket.part() : 0);
     slice.size = std::clamp<int64_t>(bucket.begin + bucket.size - slice.begin, 0, bucket.part());
     slice.at = bucket.at;
+    // On a CPU the update has a place to work in for all of them.
+    const bool in_place = bucket.group->size() == 1 && on_cuda && model_.units() == nullptr;
+    slice.summed_at = in_place ? kInPlace : std::exchange(summed_elements_, summed_elements_ + bucket.part());
     slices_.push_back(slice);
   }
 }
@@ -88,8 +94,7 @@ void DistributedAdamW::make_state() {
   const bool in_fp32 = options.dtype() == fp32.dtype();
   exp_avg_ = at::zeros({owned_}, fp32);
   exp_avg_sq_ = at::zeros({owned_}, fp32);
-  const bool sums = group_.size() > 1 || (experts_ != nullptr && experts_->size() > 1);
-  if (sums || !fp32.device().is_cuda() || model_.units() != nullptr) grads_ = at::zeros({owned_}, fp32);
+  if (summed_elements_ > 0) grads_ = at::zeros({summed_elements_}, fp32);
   const bool all = group_.size() == 1 || !options_.shard_state;
   if (in_fp32 && shares_weights()) {
     master_ = model_.units()->parts();
@@ -127,16 +132,20 @@ void DistributedAdamW::count_elements() {
   for (const Parameter& parameter : model_.parameters()) {
     if (parameter.slice.tied_copy) elsewhere.push_back({parameter.offset, parameter.offset + parameter.size});
   }
-  const auto count = [this](int64_t from, int64_t to) {  // of the owned elements
-    if (from >= to) return;
-    if (!counted_.empty() && counted_.back().at + counted_.back().size == from) {
-      counted_.back().size += to - from;
-    } else {
-      counted_.push_back({from, to - from});
-    }
-  };
-  for (const Bucket& bucket : buckets_) {
-    const Slice share = share_of(bucket);
+  for (size_t index = 0; index < buckets_.size(); ++index) {
+    const Slice& slice = slices_[index];
+    const bool in_place = slice.summed_at == kInPlace;
+    const auto count = [&](int64_t from, int64_t to) {  // of the owned elements
+      if (from >= to) return;
+      const int64_t at = from - slice.at + (in_place ? slice.begin : slice.summed_at);
+      if (!counted_.empty() && counted_.back().in_place == in_place &&
+          counted_.back().at + counted_.back().size == at) {
+        counted_.back().size += to - from;
+      } else {
+        counted_.push_back({in_place, at, to - from});
+      }
+    };
+    const Slice share = share_of(buckets_[index]);
     int64_t from = share.at;
     for (const Range& run : elsewhere) {
       const int64_t begin = std::max(run.begin, share.begin), end = std::min(run.end, share.begin + share.size);
@@ -207,7 +216,10 @@ void DistributedAdamW::check_finite(double squares) const {
 DistributedAdamW::~DistributedAdamW() {
   if (armed_) model_.on_gradients_final = nullptr;
   if (watching_) model_.before_reading = nullptr;
-  if (ShardedUnits* units = model_.units()) units->before_gradients = units->on_gradients = nullptr;
+  ShardedUnits* units = model_.units();
+  if (units == nullptr) return;
+  units->before_gradient_memory = nullptr;
+  units->before_gradients = units->on_gradients = nullptr;
 }
 
 void DistributedAdamW::reduce_in_next_backward() {
@@ -233,6 +245,7 @@ void DistributedAdamW::reduce_experts() {
 void DistributedAdamW::reduce_bucket(int64_t index) {
   const c10::NoGradGuard no_grad;
   const Bucket& bucket = buckets_[static_cast<size_t>(index)];
+  if (slices_[static_cast<size_t>(index)].summed_at == kInPlace) return;
   begin_reduction(index, model_.flat_gradients().narrow(0, bucket.begin, bucket.size), /*adds=*/false);
   if (reductions_.size() > kMostUnderWay) finish_oldest_reduction();
 }
@@ -245,7 +258,8 @@ void DistributedAdamW::begin_reduction(int64_t index, const at::Tensor& gradient
   Reduction reduction;
   reduction.bucket = index;
   reduction.adds = adds;
-  at::Tensor mine = grads_.narrow(0, bucket.at, bucket.sharded() ? bucket.part() : bucket.size);
+  const int64_t at = slices_[static_cast<size_t>(index)].summed_at;
+  at::Tensor mine = grads_.narrow(0, at, bucket.sharded() ? bucket.part() : bucket.size);
   if (wire != at::kFloat || adds) mine = reduction.received = at::empty({mine.size(0)}, options);
   if (!bucket.sharded()) {
     mine.copy_(gradients);
@@ -273,6 +287,17 @@ bool DistributedAdamW::gradients_carry_sums() const {
   return options_.reduce_in_fp32 && model_.flat_gradients().scalar_type() == at::kFloat;
 }
 
+// A tied embedding is differentiated first and last: its last pass's gradients, the largest of a small model's, may
+// still be on their way.
+void DistributedAdamW::await_sums(int64_t begin, int64_t end) {
+  const c10::NoGradGuard no_grad;
+  const auto within = [&](const Reduction& one) {
+    const int64_t at = buckets_[static_cast<size_t>(one.bucket)].begin;
+    return at >= begin && at < end;
+  };
+  while (std::any_of(reductions_.begin(), reductions_.end(), within)) finish_oldest_reduction();
+}
+
 // Earlier micro-batches' sums go into this rank's own part of the next one's gradients and come out of the reduction
 // with them: a third of the traffic of an addition behind it, and no memory for what is added.
 void DistributedAdamW::continue_sums(int64_t begin, const at::Tensor& gradients) {
@@ -282,8 +307,6 @@ void DistributedAdamW::continue_sums(int64_t begin, const at::Tensor& gradients)
   for (int64_t at = 0; at < gradients.size(0); at += buckets_[index++].width) {
     if (!summed_[index]) continue;
     const Bucket& bucket = buckets_[index];
-    const auto of_bucket = [&](const Reduction& one) { return one.bucket == static_cast<int64_t>(index); };
-    while (std::any_of(reductions_.begin(), reductions_.end(), of_bucket)) finish_oldest_reduction();
     gradients.narrow(0, at + bucket.group->rank() * bucket.part(), bucket.part())
         .copy_(grads_.narrow(0, bucket.at, bucket.part()));
   }
@@ -307,8 +330,8 @@ void DistributedAdamW::finish_oldest_reduction() {
   Reduction& reduction = reductions_.front();
   reduction.pending.wait();
   if (reduction.received.defined()) {
-    const Bucket& bucket = buckets_[static_cast<size_t>(reduction.bucket)];
-    const at::Tensor own = grads_.narrow(0, bucket.at, reduction.received.size(0));
+    const int64_t at = slices_[static_cast<size_t>(reduction.bucket)].summed_at;
+    const at::Tensor own = grads_.narrow(0, at, reduction.received.size(0));
     if (reduction.adds) {
       own.add_(reduction.received);
     } else {
@@ -468,11 +491,9 @@ void DistributedAdamW::sum_tied() {
 }
 
 double DistributedAdamW::sum_of_squares() const {
-  const at::Tensor all = grads_.defined() ? grads_ : model_.flat_gradients();
   double squares = 0;
-  for (const OwnedElements& run : counted_) {
-    // Of one rank's gradients, read in place, there is no more than the buffer.
-    const at::Tensor gradients = all.narrow(0, run.at, std::min(run.size, all.size(0) - run.at));
+  for (const CountedRun& run : counted_) {
+    const at::Tensor gradients = (run.in_place ? model_.flat_gradients() : grads_).narrow(0, run.at, run.size);
     squares += gradients.is_cuda() ? sum_of_squares_on_device(gradients)
                                    : gradients.to(at::kDouble).square().sum().item<double>();
   }

@@ -97,8 +97,16 @@ class DistributedAdamW final {
     int64_t begin = 0;  // in the flat buffer
     int64_t size = 0;   // inside the buffer; the padded part is longer at the end
     int64_t at = 0;     // in the owned tensors
+    // Of its summed gradients in grads_; kInPlace: nobody else has any, and they are read where backward left them.
+    int64_t summed_at = 0;
   };
+  static constexpr int64_t kInPlace = -1;
   struct OwnedElements {  // a run of them
+    int64_t at = 0;
+    int64_t size = 0;
+  };
+  struct CountedRun {  // of gradients: of the model's, or of grads_
+    bool in_place = false;
     int64_t at = 0;
     int64_t size = 0;
   };
@@ -119,7 +127,7 @@ class DistributedAdamW final {
   struct Gathering {
     int64_t begin = 0, size = 0;  // of the bucket, in the flat buffer
     PendingCollective pending;
-    at::Tensor padded;  // of the last bucket: gathered here first
+    at::Tensor padded;  // of a bucket with padding: gathered here first
     at::Tensor mine;
   };
   std::vector<StatePiece> own_pieces(const OwnedElements& part) const;
@@ -143,8 +151,9 @@ class DistributedAdamW final {
   void reduce_experts();
   void reduce_bucket(int64_t index);
   void begin_reduction(int64_t index, const at::Tensor& gradients, bool adds);
-  // A backward pass begins to add to a unit's gradients, and has all of them: ShardedUnits::before_gradients and
-  // on_gradients.
+  // A backward pass takes memory for a unit's gradients, begins to add to them, and has all of them:
+  // ShardedUnits::before_gradient_memory, before_gradients and on_gradients.
+  void await_sums(int64_t begin, int64_t end);
   void continue_sums(int64_t begin, const at::Tensor& gradients);
   void reduce_unit(int64_t begin, const at::Tensor& gradients);
   bool gradients_carry_sums() const;
@@ -176,15 +185,16 @@ class DistributedAdamW final {
   Communicator* experts_ = nullptr;  // null: experts are not apart
   std::vector<Bucket> buckets_;      // ascending
   int64_t owned_ = 0;
-  std::vector<OwnedElements> counted_;  // in the norm: what no other rank has counted
-  Communicator* tensor_ = nullptr;      // null: the model is not split over tensor ranks
-  StageLinks* links_ = nullptr;         // null: it has one pipeline stage
+  int64_t summed_elements_ = 0;      // of them: those in grads_
+  std::vector<CountedRun> counted_;  // in the norm: what no other rank has counted
+  Communicator* tensor_ = nullptr;   // null: the model is not split over tensor ranks
+  StageLinks* links_ = nullptr;      // null: it has one pipeline stage
   std::vector<Slice> slices_;
   std::vector<OwnedElements> decayed_;  // with weight decay
   at::Tensor master_;                   // [owned] fp32; a view of fp32 weights that are this rank's to write
   at::Tensor exp_avg_;                  // [owned] fp32
   at::Tensor exp_avg_sq_;
-  at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
+  at::Tensor grads_;  // [summed] fp32, scratch; undefined where all gradients are read in place
   std::deque<Reduction> reductions_;
   std::vector<bool> summed_;   // by bucket: reduce_unit has begun to sum it since the last step
   int64_t dense_ = 0;          // buckets before those of experts that are apart

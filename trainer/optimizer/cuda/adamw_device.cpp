@@ -63,7 +63,6 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
   const bool shares = shares_weights();  // then what is written are this rank's parts
   const at::Tensor weights = shares ? model_.units()->parts() : this->weights();
   const bool own_master = master_.data_ptr() != weights.data_ptr();
-  const at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const Bucket& bucket = buckets_[b];
     const Slice& slice = slices_[b];
@@ -71,7 +70,9 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
     const bool whole = bucket.size == bucket.width;
     const bool direct = own_master && (whole || bucket.ranks == 1 || shares);
     if (slice.size > 0) {
-      const int64_t from = grads_.defined() ? slice.at : slice.begin;
+      const bool in_place = slice.summed_at == kInPlace;
+      const at::Tensor& gradients = in_place ? model_.flat_gradients() : grads_;
+      const int64_t from = in_place ? slice.begin : slice.summed_at;
       cuda::AdamWRun run;
       run.gradients = gradients.narrow(0, from, slice.size).const_data_ptr();
       run.gradient_type = element_of(gradients);
