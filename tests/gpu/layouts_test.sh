@@ -265,7 +265,7 @@ if wanted failures; then
   kill -STOP "$victim"
   SECONDS=0; wait $pid; code=$?
   [ $code = 20 ] && [ $SECONDS -le 90 ] &&
-    grep -q "rank 1 on .* has not come (last seen at number .*, phase generation)" "$dir/err" &&
+    grep -q "rank 1 .*on .* has not come (last seen at number .*, phase generation)" "$dir/err" &&
     ok "an expert rank that is stopped in generation: code $code, $SECONDS s" ||
     bad "an expert rank that is stopped in generation: code $code, $SECONDS s" "$(cat "$dir/err")"
 fi

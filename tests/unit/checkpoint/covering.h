@@ -1,6 +1,7 @@
 // A few of many cases that together show what any pair of traits does.
 #pragma once
 
+#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <set>
@@ -11,6 +12,14 @@ namespace trireme::test {
 
 // TRIREME_WHOLE_MATRIX=1: every case, for those that have changed what the cases are of.
 inline bool whole_matrix() { return std::getenv("TRIREME_WHOLE_MATRIX") != nullptr; }
+
+// TRIREME_WHOLE_MATRIX=2/6: of all cases every sixth, from the second on, so that six processes run all of them.
+inline bool in_part(size_t index) {
+  int part = 1, parts = 1;
+  const char* text = std::getenv("TRIREME_WHOLE_MATRIX");
+  if (text == nullptr || std::sscanf(text, "%d/%d", &part, &parts) != 2) return true;
+  return static_cast<int>(index % static_cast<size_t>(parts)) == part - 1;
+}
 
 // Every pair of the traits, by names that do not depend on their order.
 inline std::set<std::string> pairs_of(const std::set<std::string>& traits) {
