@@ -102,7 +102,7 @@ struct Scheduling {
 struct Rdma {
   std::string resource_name;  // e.g. rdma/ib
   int64_t count = 1;          // per pod
-  bool require = true;        // NCCL_NET is set, so that NCCL fails instead of falling back to sockets
+  bool require = true;        // NCCL_NET is set and may name no sockets: NCCL fails instead of falling back to them
   std::string devices;        // NCCL_IB_HCA: mlx5, =mlx5_0:1,mlx5_1:1, ^mlx5_bond_0. Empty: NCCL takes all it sees
   std::optional<int64_t> gid_index;      // NCCL_IB_GID_INDEX, with RoCE only; absent: NCCL finds it
   std::optional<int64_t> traffic_class;  // NCCL_IB_TC; absent: NCCL's own

@@ -13,7 +13,7 @@ std::string number(int64_t value) { return std::to_string(value); }
 
 // What a fabric says about NCCL. What NCCL finds out better by itself is left to it: the GID index of RoCE changes with
 // each virtual function that a pod gets, and NCCL takes the one of RoCE v2 and IPv4.
-void set_fabric(const Network& network, bool rdma, bool several_pods, std::map<std::string, std::string>& env) {
+void set_fabric(const Network& network, bool rdma, bool between_pods, std::map<std::string, std::string>& env) {
   switch (network.fabric) {
     case Fabric::kAuto:
       break;
@@ -35,7 +35,7 @@ void set_fabric(const Network& network, bool rdma, bool several_pods, std::map<s
   if (!network.rdma->require) return;
   env["TRIREME_REQUIRE_RDMA"] = "1";
   // So that NCCL fails where it would fall back to sockets. One pod needs no network, nor has NCCL to find one there.
-  if (several_pods) env["NCCL_NET"] = ends_with(network.rdma->resource_name, "/efa") ? "AWS Libfabric" : "IB";
+  if (between_pods) env["NCCL_NET"] = ends_with(network.rdma->resource_name, "/efa") ? "AWS Libfabric" : "IB";
 }
 
 // The actor, or PPO's critic.
@@ -123,6 +123,13 @@ bool uses_rdma(const RLJobSpec& spec, const std::string& role) {
                      [&](const RoleRef& ref) { return ref.name == role && ref.spec->gpus_per_pod > 0; });
 }
 
+bool needs_rdma(const RLJobSpec& spec, const std::string& role) {
+  if (!uses_rdma(spec, role) || !spec.network.rdma->require) return false;
+  // Of the critic only its own ranks talk to each other by NCCL.
+  if (role == "critic") return spec.roles.critic->replicas > 1;
+  return spec.roles.generation || actor_of(spec).replicas > 1;
+}
+
 bool uses_host_network(const RLJobSpec& spec, const RoleSpec& role) {
   if (spec.network.host_network) return true;
   if (!role.pod_template.is_object()) return false;
@@ -206,7 +213,7 @@ std::vector<std::string> role_command(const RLJob& job, const std::string& role,
 
 std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place) {
   const RLJobSpec& spec = job.spec;
-  const RoleSpec& actor = actor_of(spec);
+  (void)actor_of(spec);  // throws where there is none
   std::map<std::string, std::string> env = {
       {"TRIREME_JOB", job.metadata.name},
       {"TRIREME_JOB_UID", job.metadata.uid},
@@ -241,10 +248,7 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
   if (!spec.network.socket_interface.empty()) {
     env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"] = spec.network.socket_interface;
   }
-  // Of the critic only its own ranks talk to each other by NCCL.
-  const bool several =
-      place.role == "critic" ? trainer_role(spec, "critic").replicas > 1 : actor.replicas > 1 || spec.roles.generation;
-  set_fabric(spec.network, uses_rdma(spec, place.role), several, env);
+  set_fabric(spec.network, uses_rdma(spec, place.role), needs_rdma(spec, place.role), env);
   return env;
 }
 

@@ -33,6 +33,8 @@ int64_t core_pods(const RLJobSpec& spec);
 int64_t total_gpus(const RLJobSpec& spec);
 // Do the role's pods ask for RDMA devices? Those of trainers with GPUs do; a reward role speaks HTTP only.
 bool uses_rdma(const RLJobSpec& spec, const std::string& role);
+// Do they exchange bytes with other pods by NCCL, which must go over RDMA (spec.network.rdma.require)?
+bool needs_rdma(const RLJobSpec& spec, const std::string& role);
 // A role's pods are in the network of their nodes, by spec.network.hostNetwork or their template.
 bool uses_host_network(const RLJobSpec& spec, const RoleSpec& role);
 
@@ -107,7 +109,7 @@ struct PodPlace {
 // and TRIREME_STATUS_CA_FILE.
 // NCCL_* and GLOO_* by spec.network are not reserved: where a container's template sets one, that one counts.
 // TRIREME_REQUIRE_RDMA=1 with NCCL_NET (IB, of /efa resources "AWS Libfabric"): NCCL fails instead of talking to other
-// nodes over sockets, and the trainer ends. Another plugin's name is the template's to say.
+// nodes over sockets, and the trainer ends. Another plugin's name is the template's to say, but not that of sockets.
 std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place);
 // Of it what init containers get: what they run is no rank of the job, and has no others to wait for.
 std::map<std::string, std::string> init_environment(std::map<std::string, std::string> of_pod);

@@ -177,7 +177,7 @@ class Validator final {
         check_trainer_role(*role.spec, path, model_name());
       }
       const char* main_container = role.name == "reward" ? kRewardContainer : kTrainerContainer;
-      check_template(spec_, *role.spec, path + ".template", main_container, result_.errors);
+      check_template(spec_, role, path + ".template", main_container, result_.errors);
     }
     warn_about_claims();
   }

@@ -4,7 +4,7 @@
 #include <set>
 
 #include "api/names.h"
-#include "api/runtime.h"
+#include "base/nccl.h"
 #include "base/text.h"
 
 namespace trireme {
@@ -17,9 +17,13 @@ using names::quoted;
 
 class TemplateChecker final {
  public:
-  TemplateChecker(const Network& network, const RoleSpec& role, const std::string& main_container,
+  TemplateChecker(const RLJobSpec& spec, const RoleRef& role, const std::string& main_container,
                   std::vector<Issue>& errors)
-      : network_(network), role_(role), main_container_(main_container), errors_(errors) {}
+      : network_(spec.network),
+        role_(*role.spec),
+        needs_rdma_(needs_rdma(spec, role.name)),
+        main_container_(main_container),
+        errors_(errors) {}
 
   void check(const std::string& path) {
     const Json& pod_template = role_.pod_template;
@@ -113,25 +117,7 @@ class TemplateChecker final {
           it->is_array() && std::all_of(it->begin(), it->end(), [](const Json& item) { return item.is_string(); });
       if (!texts) error(path + "." + key, "must be a list of strings");
     }
-    if (const auto env = container.find("env"); env != container.end() && !env->is_null()) {
-      if (!env->is_array()) {
-        error(path + ".env", "must be a list");
-      } else {
-        for (size_t i = 0; i < env->size() && i < 1024; ++i) {
-          const Json& item = (*env)[i];
-          const std::string at = path + ".env[" + std::to_string(i) + "]";
-          const auto name = item.is_object() ? item.find("name") : item.end();
-          if (!item.is_object() || name == item.end() || !name->is_string()) {
-            error(at, "must be an object with a name");
-          } else if (is_reserved_env(name->get<std::string>())) {
-            error(at, quoted(name->get<std::string>()) + " is set by Trireme and may not be set in the template");
-          } else if (const auto value = item.find("value");
-                     value != item.end() && !value->is_string() && !value->is_null()) {
-            error(at + ".value", "must be a string (write it in quotes)");
-          }
-        }
-      }
-    }
+    check_env(container, path, main);
     if (const auto image = container.find("image"); image != container.end() && !image->is_null()) {
       if (image->is_string()) {
         const std::string problem = names::image_problem(image->get<std::string>());
@@ -142,6 +128,34 @@ class TemplateChecker final {
     }
     check_mounts(container, path, pod);
     if (main) check_gpu_resources(container, path);
+  }
+
+  void check_env(const Json& container, const std::string& path, bool main) {
+    const auto env = container.find("env");
+    if (env == container.end() || env->is_null()) return;
+    if (!env->is_array()) return error(path + ".env", "must be a list");
+    for (size_t i = 0; i < env->size() && i < 1024; ++i) {
+      const Json& item = (*env)[i];
+      const std::string at = path + ".env[" + std::to_string(i) + "]";
+      const auto name = item.is_object() ? item.find("name") : item.end();
+      if (!item.is_object() || name == item.end() || !name->is_string()) {
+        error(at, "must be an object with a name");
+        continue;
+      }
+      if (is_reserved_env(name->get<std::string>())) {
+        error(at, quoted(name->get<std::string>()) + " is set by Trireme and may not be set in the template");
+        continue;
+      }
+      const auto value = item.find("value");
+      if (value == item.end() || value->is_null()) continue;
+      if (!value->is_string()) {
+        error(at + ".value", "must be a string (write it in quotes)");
+      } else if (main && needs_rdma_ && *name == "NCCL_NET" && is_sockets(value->get_ref<const std::string&>())) {
+        error(at + ".value", "NCCL_NET is " + quoted(value->get<std::string>()) +
+                                 ", which goes over sockets, but spec.network.rdma.require is true: leave NCCL_NET "
+                                 "out, name the network of an RDMA plugin, or set spec.network.rdma.require to false");
+      }
+    }
   }
 
   void check_mounts(const Json& container, const std::string& path, const Json& pod) {
@@ -193,6 +207,7 @@ class TemplateChecker final {
 
   const Network& network_;
   const RoleSpec& role_;
+  const bool needs_rdma_;
   const std::string& main_container_;
   std::vector<Issue>& errors_;
   size_t untold_ = 0;
@@ -200,9 +215,9 @@ class TemplateChecker final {
 
 }  // namespace
 
-void check_template(const RLJobSpec& spec, const RoleSpec& role, const std::string& path,
+void check_template(const RLJobSpec& spec, const RoleRef& role, const std::string& path,
                     const std::string& main_container, std::vector<Issue>& errors) {
-  TemplateChecker(spec.network, role, main_container, errors).check(path);
+  TemplateChecker(spec, role, main_container, errors).check(path);
 }
 
 }  // namespace trireme

@@ -59,6 +59,14 @@ refuses 10 "nothing to launch" "$TRIREME" launch --nproc-per-node 2
 refuses 10 "'x'" env WORLD_SIZE=x "$TRIREME" $(run_args a)
 refuses 10 "spec.network.rdma.require) but this run is on the CPU" env TRIREME_REQUIRE_RDMA=1 \
   "$TRIREME" $(run_args a cluster.device=cpu)
+# Ranks on two machines whose template names sockets: before rendezvous and device, with the code of a network.
+sockets="requires RDMA (spec.network.rdma.require) but NCCL_NET is 'Socket', which goes over sockets"
+refuses 20 "$sockets" env TRIREME_REQUIRE_RDMA=1 NCCL_NET=Socket WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_PORT=1 \
+  "$TRIREME" $(run_args a cluster.device=cuda)
+refuses 20 "$sockets" env TRIREME_REQUIRE_RDMA=1 NCCL_NET=Socket TRIREME_WORK_PORT=1 MASTER_PORT=1 \
+  "$TRIREME" $(run_args a cluster.device=cuda policy.generation.colocated.enabled=false)
+refuses 20 "$sockets" env TRIREME_REQUIRE_RDMA=1 NCCL_NET=Socket MASTER_ADDR=192.0.2.1 MASTER_PORT=1 \
+  "$TRIREME" engine $(run_args a cluster.device=cuda policy.generation.colocated.enabled=false | cut -d ' ' -f 2-)
 
 # A plan is one of the configuration's devices, wherever it is made: 8.03 G parameters, gradients as the recipe holds
 # them and an eighth of them in float32.

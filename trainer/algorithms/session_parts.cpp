@@ -175,9 +175,15 @@ void check_transport(const TransportCheck& check, ParallelContext& context, at::
     context.report_failure(what);
     fail_user(what);
   }
-  if (!check.log || !context.is_main()) return;
+  const bool judges = check.required && check.spans_nodes;
+  if (!check.log || !(judges || context.is_main())) return;
   const NcclTransport transport = parse_nccl_log(read_nccl_log(check.log->file, Milliseconds(5000)));
-  log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
+  if (context.is_main()) log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
+  if (const auto problem = judges ? socket_choice(check, transport) : std::nullopt) {
+    const std::string what = context.name() + " on " + host_name() + ": " + *problem;
+    context.report_failure(what);
+    throw Error(ErrorKind::kUnavailable, what);
+  }
 }
 
 int64_t ranks_of_node(const Config& config, const RendezvousOptions& ranks) {

@@ -40,8 +40,9 @@ std::vector<Layout> layouts_of_models(const Config& config, const Layout& layout
 // rendezvous and weights.
 const Config& with_its_device(const Config& config, const TrainOptions& options);
 // The first collective on the device makes NCCL choose what carries its traffic between nodes, which is logged. Where
-// it must be RDMA and NCCL cannot go over it, the error says where, and what to do. Collective; whether a rank has a
-// log to read is its environment's matter, so that all agree first whether anybody does.
+// it must be RDMA and NCCL cannot go over it, the error says where, and what to do. Where a rank's log says that NCCL
+// took sockets instead, that rank throws Error(kUnavailable). Collective; whether a rank has a log to read is its
+// environment's matter, so that all agree first whether anybody does.
 void check_transport(const TransportCheck& check, ParallelContext& context, at::Device device);
 // Ranks that share a node: as they were started, else as the configuration says.
 int64_t ranks_of_node(const Config& config, const RendezvousOptions& ranks);

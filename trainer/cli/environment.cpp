@@ -15,6 +15,22 @@
 #include "trainer/rewards/http_headers.h"
 
 namespace trireme {
+namespace {
+
+// By what it sets.
+void read_log_of_nccl(TransportCheck& check) {
+  try {
+    check.scratch = std::make_shared<TemporaryDirectory>();
+  } catch (const Error& error) {
+    log_warn("parallel", std::string("what carries NCCL's traffic will not be in the log: ") + error.what());
+    return;
+  }
+  check.log = nccl_log_settings(environment_variable, (check.scratch->path() / "nccl.log").string());
+  if (check.log)
+    for (const auto& [name, value] : check.log->set) ::setenv(name.c_str(), value.c_str(), 1);
+}
+
+}  // namespace
 
 std::string environment(const char* name, const std::string& otherwise) {
   const char* value = std::getenv(name);
@@ -90,21 +106,15 @@ EngineFault engine_fault_from_environment() { return parse_engine_fault(environm
 
 int local_world_from_environment() { return static_cast<int>(environment_int("LOCAL_WORLD_SIZE", 1)); }
 
-TransportCheck transport_from_environment(int world_size, const std::string& device) {
+TransportCheck transport_from_environment(int world_size, const std::string& device, bool sends_weights) {
   TransportCheck check;
   check.required = environment_int("TRIREME_REQUIRE_RDMA", 0) != 0;
   check.spans_nodes = world_size > local_world_from_environment();
   check.environment = environment_variable;
-  if (!check.spans_nodes || device == "cpu") return check;
-  try {
-    check.scratch = std::make_shared<TemporaryDirectory>();
-  } catch (const Error& error) {
-    log_warn("parallel", std::string("what carries NCCL's traffic will not be in the log: ") + error.what());
-    return check;
-  }
-  check.log = nccl_log_settings(environment_variable, (check.scratch->path() / "nccl.log").string());
-  if (check.log)
-    for (const auto& [name, value] : check.log->set) ::setenv(name.c_str(), value.c_str(), 1);
+  if (device == "cpu") return check;
+  if (check.spans_nodes) read_log_of_nccl(check);
+  if (!check.spans_nodes && !sends_weights) return check;
+  if (const auto problem = socket_setting(check)) throw Error(ErrorKind::kUnavailable, *problem);
   return check;
 }
 

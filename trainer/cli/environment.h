@@ -39,8 +39,10 @@ Fault fault_from_environment();
 EngineFault engine_fault_from_environment();
 int local_world_from_environment();  // LOCAL_WORLD_SIZE
 // TRIREME_REQUIRE_RDMA. Where ranks of `world_size` are on several nodes (LOCAL_WORLD_SIZE) and `device` is not "cpu",
-// NCCL is made to write its log: its variables are set here, so this comes before threads and before NCCL.
-TransportCheck transport_from_environment(int world_size, const std::string& device);
+// NCCL is made to write its log: its variables are set here, so this comes before threads and before NCCL. Throws
+// Error(kUnavailable) where RDMA is required, NCCL_NET names sockets, and bytes leave the node: between these ranks or,
+// with `sends_weights`, to engines.
+TransportCheck transport_from_environment(int world_size, const std::string& device, bool sends_weights = false);
 // HF_HOME, else ~/.cache/huggingface.
 std::filesystem::path hf_home_from_environment();
 // TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE, TRIREME_STATUS_CA_FILE.

@@ -127,8 +127,9 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   options.on_ready = context.read_signals;  // until then a signal ends the rank, also while it waits for peers
   options.job = environment("TRIREME_JOB_UID", "");
   options.checkpoint_on_stop = environment_int("TRIREME_CHECKPOINT_ON_TERMINATION", 1) != 0;
-  options.transport = transport_from_environment(options.rendezvous.world_size, config.cluster.device);
   options.work_port = static_cast<int>(environment_int("TRIREME_WORK_PORT", 0));
+  options.transport = transport_from_environment(options.rendezvous.world_size, config.cluster.device,
+                                                 /*sends_weights=*/options.work_port > 0);
   check_engines(config, options);
   options.layout = layout_of_rank(arguments, config, options.rendezvous);
   // Init containers share the variable but pass no --layout: they are no ranks of it. It is the actor's layout.

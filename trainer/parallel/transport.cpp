@@ -5,6 +5,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/nccl.h"
 #include "base/text.h"
 
 namespace trireme {
@@ -41,10 +42,7 @@ std::string devices_of(std::string_view text) {
   return join(devices, " ");
 }
 
-bool is_sockets(const std::string& network) {
-  const std::string name = to_lower(network);  // "Socket", "FastSocket", "GPUDirectTCPX_v7"
-  return name.find("socket") != std::string::npos || name.find("tcp") != std::string::npos;
-}
+constexpr const char* kRequired = "the manifest requires RDMA (spec.network.rdma.require) but ";
 
 void parse_message(std::string_view message, NcclTransport& found) {
   if (const auto name = after(message, "Using network ")) {
@@ -126,6 +124,28 @@ std::optional<NcclLogSettings> nccl_log_settings(const LookUp& environment, cons
                           {"NCCL_DEBUG_SUBSYS", "INIT,NET"},
                           {"NCCL_DEBUG_FILE", replace_all(own_file, "%", "%%")}},
                          own_file};
+}
+
+std::optional<std::string> socket_setting(const TransportCheck& check) {
+  if (!check.required || !check.environment) return std::nullopt;
+  const std::string network(trim(check.environment("NCCL_NET").value_or("")));
+  std::string what;
+  if (is_sockets(network)) {
+    what = "NCCL_NET is '" + network + "', which goes over sockets";
+  } else if (network.empty() && !check.log) {
+    what = "NCCL_NET is not set, and NCCL's log, which would say whether it takes sockets, is not read";
+  } else {
+    return std::nullopt;
+  }
+  return kRequired + what +
+         "; leave NCCL_NET out of the pods' template, so that the operator sets it, or name the network of an RDMA "
+         "plugin there, or set spec.network.rdma.require to false";
+}
+
+std::optional<std::string> socket_choice(const TransportCheck& check, const NcclTransport& transport) {
+  if (!check.required || (!is_sockets(transport.network) && !is_sockets(transport.provider))) return std::nullopt;
+  return kRequired + ("NCCL took sockets, " + describe(transport)) +
+         "; leave NCCL_NET as the operator sets it, or set spec.network.rdma.require to false";
 }
 
 std::string read_nccl_log(const std::filesystem::path& file, Milliseconds patience) {

@@ -64,4 +64,10 @@ struct TransportCheck {
   std::shared_ptr<TemporaryDirectory> scratch;  // of our own log, until the rank ends
 };
 
+// Where NCCL's bytes leave the node: why RDMA that is required would be sockets, as NCCL is set up, or nobody could
+// know; nothing where it would not. Before NCCL is called.
+std::optional<std::string> socket_setting(const TransportCheck& check);
+// The same of what NCCL took, by its log: a network that is unknown is none of sockets.
+std::optional<std::string> socket_choice(const TransportCheck& check, const NcclTransport& transport);
+
 }  // namespace trireme

@@ -133,11 +133,10 @@ void judge_transport(const TransportCheck& check, bool on_device, const std::str
     return;
   }
   if (other_host == host_name()) return;
+  if (const auto problem = socket_setting(check)) refuse(*problem);
   if (!check.log) return;
   const NcclTransport transport = parse_nccl_log(read_nccl_log(check.log->file, Milliseconds(5000)));
-  if (check.required && transport.network == "Socket")
-    refuse("the manifest requires RDMA (spec.network.rdma.require) but NCCL took sockets, " + describe(transport) +
-           "; leave NCCL_NET as the operator sets it, or set spec.network.rdma.require to false");
+  if (const auto problem = socket_choice(check, transport)) refuse(*problem);
   log_info("parallel", "weights come from " + other_host + " over " + describe(transport));
 }
 

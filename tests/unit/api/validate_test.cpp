@@ -285,6 +285,48 @@ TEST(Validate, PodTemplates) {
               HasSubstr("ReadWriteMany"));
 }
 
+// NCCL_NET of a template counts before the operator's, so that it could undo spec.network.rdma.require.
+TEST(Validate, NoTemplateNamesSocketsWhereRdmaIsRequired) {
+  const auto job = [](const std::string& rdma, const std::string& algorithm, const std::string& roles) {
+    return errors_of("  algorithm: " + algorithm + "\n  network: {rdma: {resourceName: rdma/ib" + rdma +
+                     "}}\n  roles: {" + roles + "}\n");
+  };
+  const auto role = [](const std::string& fields, const std::string& network, const std::string& main = "trainer") {
+    return "{" + fields + ", template: {spec: {containers: [{name: side, env: [{name: NCCL_NET, value: Socket}]}, " +
+           "{name: " + main + ", env: [{name: A, value: b}, {name: NCCL_NET, " + network + "}]}]}}}";
+  };
+  const std::string whole = "{replicas: 2, gpusPerPod: 8}";
+  EXPECT_EQ(job("", "GRPO", "actor: " + role("replicas: 2, gpusPerPod: 8", "value: Socket")),
+            "spec.roles.actor.template.spec.containers[1].env[1].value: NCCL_NET is \"Socket\", which goes over "
+            "sockets, but spec.network.rdma.require is true: leave NCCL_NET out, name the network of an RDMA plugin, "
+            "or set spec.network.rdma.require to false");
+  for (const char* sockets : {"value: socket", "value: FastSocket", "value: GPUDirectTCPX_v7"})
+    EXPECT_THAT(job("", "GRPO", "actor: " + role("replicas: 2, gpusPerPod: 8", sockets)),
+                HasSubstr("which goes over sockets"))
+        << sockets;
+  EXPECT_THAT(job("", "PPO", "actor: " + whole + ", critic: " + role("replicas: 2, gpusPerPod: 8", "value: Socket")),
+              HasSubstr("spec.roles.critic.template.spec.containers[1].env[1].value: NCCL_NET"));
+  EXPECT_THAT(job("", "GRPO", "actor: {gpusPerPod: 1}, generation: " + role("gpusPerPod: 1", "value: Socket")),
+              HasSubstr("spec.roles.generation.template.spec.containers[1].env[1].value: NCCL_NET"));
+  EXPECT_THAT(job("", "GRPO", "generation: {gpusPerPod: 1}, actor: " + role("gpusPerPod: 1", "value: Socket")),
+              HasSubstr("spec.roles.actor.template.spec.containers[1].env[1].value: NCCL_NET"))
+      << "its weights go to other pods";
+  for (const char* other :
+       {"value: IB", "value: UCX", "value: AWS Libfabric", "valueFrom: {configMapKeyRef: {name: c, key: k}}"})
+    EXPECT_EQ(job("", "GRPO", "actor: " + role("replicas: 2, gpusPerPod: 8", other)), "") << other;
+  EXPECT_EQ(job(", require: false", "GRPO", "actor: " + role("replicas: 2, gpusPerPod: 8", "value: Socket")), "");
+  EXPECT_EQ(job("", "GRPO", "actor: " + role("replicas: 1, gpusPerPod: 8", "value: Socket")), "")
+      << "one pod has no network to use";
+  EXPECT_EQ(job("", "PPO", "actor: " + whole + ", critic: " + role("replicas: 1, gpusPerPod: 8", "value: Socket")), "")
+      << "its ranks share a pod, and talk by NCCL to no other";
+  EXPECT_EQ(job("", "GRPO",
+                "actor: " + whole +
+                    ", reward: {port: 80, template: {spec: {containers: [{name: reward, image: r, env: [{name: "
+                    "NCCL_NET, value: Socket}]}]}}}"),
+            "")
+      << "it speaks HTTP";
+}
+
 TEST(Validate, RewardPods) {
   const auto reward = [](const std::string& fields) {
     return errors_of("  roles: {actor: {}, reward: {" + fields + "}}\n");

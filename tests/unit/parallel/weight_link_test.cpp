@@ -399,8 +399,18 @@ TEST(WeightLink, RdmaThatIsRequiredIsNoSocketBetweenDevicesEither) {
   };
   EXPECT_MENTIONS(judged("Socket", "other"), "weights between ");
   EXPECT_MENTIONS(judged("Socket", "other"), "and other: the manifest requires RDMA (spec.network.rdma.require) but");
+  EXPECT_MENTIONS(judged("FastSocket", "other"), "NCCL took sockets, FastSocket");
   EXPECT_EQ(judged("IB", "other"), "");
   EXPECT_EQ(judged("Socket", host_name()), "") << "within a host no network is used";
+  TransportCheck unread = check;
+  unread.log.reset();
+  EXPECT_EQ(error_of([&] { judge_transport(unread, /*on_device=*/true, "other"); }), "") << "NCCL may use only IB";
+  unread.environment = [](const std::string&) { return std::optional<std::string>("FastSocket"); };
+  const auto of_unread = [&](const std::string& host) {
+    return error_of([&] { judge_transport(unread, /*on_device=*/true, host); });
+  };
+  EXPECT_MENTIONS(of_unread("other"), "NCCL_NET is 'FastSocket', which goes over sockets");
+  EXPECT_EQ(of_unread(host_name()), "");
   const std::string failed = "NCCL: connecting two devices failed: internal error";
   EXPECT_MENTIONS(failure_of_transfer(check, failed), failed + "; the manifest requires RDMA");
   EXPECT_MENTIONS(failure_of_transfer(check, failed), "NCCL_NET 'IB'");

@@ -142,6 +142,51 @@ TEST(Rdma, AnotherRanksEndIsNoFaultOfTheNetwork) {
   EXPECT_FALSE(is_nccls_own("Connection closed by peer"));
 }
 
+TransportCheck required(std::map<std::string, std::string> variables, bool has_log = true) {
+  TransportCheck check;
+  check.required = check.spans_nodes = true;
+  check.environment = with(std::move(variables));
+  if (has_log) check.log.emplace();
+  return check;
+}
+
+TEST(Rdma, SocketsThatTheEnvironmentNamesAreRefusedBeforeNcclIsAsked) {
+  for (const std::string sockets : {"Socket", "socket", "FastSocket", "GPUDirectTCPX_v7"}) {
+    for (const bool has_log : {true, false})
+      EXPECT_THAT(socket_setting(required({{"NCCL_NET", sockets}}, has_log)).value_or("none"),
+                  AllOf(HasSubstr("requires RDMA (spec.network.rdma.require) but NCCL_NET is '" + sockets + "', which"),
+                        HasSubstr("; leave NCCL_NET out of the pods' template")));
+  }
+  for (const std::string other : {"IB", "AWS Libfabric", "UCX"}) {
+    for (const bool has_log : {true, false})
+      EXPECT_EQ(socket_setting(required({{"NCCL_NET", other}}, has_log)), std::nullopt) << other;
+  }
+  EXPECT_EQ(socket_setting(required({})), std::nullopt) << "the log will say it";
+  for (const std::string unset : {"", " "})
+    EXPECT_THAT(socket_setting(required({{"NCCL_NET", unset}}, /*has_log=*/false)).value_or("none"),
+                HasSubstr("NCCL_NET is not set, and NCCL's log"));
+  TransportCheck free = required({{"NCCL_NET", "Socket"}});
+  free.required = false;
+  EXPECT_EQ(socket_setting(free), std::nullopt);
+}
+
+TEST(Rdma, SocketsThatTheLogNamesAreRefused) {
+  TransportCheck check = required({{"NCCL_NET", "IB"}});
+  EXPECT_THAT(socket_choice(check, parse_nccl_log(kSockets)).value_or("none"),
+              HasSubstr("requires RDMA (spec.network.rdma.require) but NCCL took sockets, Socket (eth0:10.0.0.7<0> "
+                        "eth1:10.1.0.7<0>); leave NCCL_NET as the operator sets it"));
+  for (const std::string network : {"FastSocket", "GPUDirectTCPX_v7"})
+    EXPECT_THAT(socket_choice(check, parse_nccl_log(line("Using network " + network))).value_or("none"),
+                HasSubstr("NCCL took sockets, " + network));
+  const std::string tcp = line("NET/OFI Selected provider is tcp, fabric is TCP-IP (found 1 nics)");
+  EXPECT_THAT(socket_choice(check, parse_nccl_log(tcp + line("Using network AWS Libfabric"))).value_or("none"),
+              HasSubstr("NCCL took sockets, AWS Libfabric over tcp"));
+  for (const std::string& text : {kRoce, kEfa, std::string()})
+    EXPECT_EQ(socket_choice(check, parse_nccl_log(text)), std::nullopt) << text;
+  check.required = false;
+  EXPECT_EQ(socket_choice(check, parse_nccl_log(kSockets)), std::nullopt);
+}
+
 TEST(LogSettings, OurOwnWhereNothingIsSet) {
   const auto settings = nccl_log_settings(with({}), "/tmp/own 5%/log");
   ASSERT_TRUE(settings);
