@@ -50,6 +50,8 @@ Desk make_desk() {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);
   const auto same = [](const auto& value, auto parse) { expect(parse(to_body(value)) == value); };
+  read([&] { return parse_probe(bytes); },
+       [&](const auto& v) { expect(to_body(parse_probe(to_body(v))) == to_body(v)); });
   read([&] { return parse_join_request(bytes); }, [&](const auto& v) { same(v, parse_join_request); });
   read([&] { return parse_join_reply(bytes); }, [&](const auto& v) { same(v, parse_join_reply); });
   read([&] { return parse_lease_reply(bytes); }, [&](const auto& v) { same(v, parse_lease_reply); });

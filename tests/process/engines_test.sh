@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Generation in processes of its own, of whole runs: in turn the weights are those of a run on the same devices, bit for
 # bit; with exact versions a run is repeatable, killed and resumed too; in flight every token has its weights' bits.
-# Engines that are killed in each of their phases, stopped, cut off, or do not fit; actors that are killed; what is
-# refused, in one sentence.
+# Engines that are killed in each of their phases, stopped, cut off, do not fit, or lack their rewards; actors that are
+# killed; what is refused, in one sentence.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 apart="policy.generation.colocated.enabled=false"
@@ -225,6 +225,25 @@ waits "no engine comes: code 20" "$missing (nobody has 32); no engine is there: 
 waits "an engine brings nothing: code 20, and it is named" "$missing (engine-0 has [0-9]* of their samples" \
   "$TRIREME" launch --engines 1 -- $(run_args late $still cluster.collective_timeout_s=20 \
   $(paid 55))
+
+# Rewards run beside engines, where they may lack what the actor's have: each probes its own before it joins.
+# where.sh engine|actor: a reward that works only there.
+cat >"$dir/where.sh" <<'SH'
+[ "$1" = "${TRIREME_ENGINE_NAME:+engine}" ] || [ "$1${TRIREME_ENGINE_NAME:-}" = actor ] || exit 7
+while read -r line; do echo '{"reward": 1}'; done
+SH
+only() { echo "env.command.enabled=true env.command.num_workers=1 env.command.command=[sh,$dir/where.sh,$1]"; }
+idle="$still grpo.val_at_end=false grpo.max_num_steps=2"
+out=$("$TRIREME" launch --engines 1 -- $(run_args not-there $idle $(only actor)) 2>&1); code=$?
+[ $code = 10 ] && grep -q "reward 'command' does not work: sh: ended with exit code 7" <<<"$out" &&
+  grep -q "engine-0 ended with exit code 10" <<<"$out" && ! grep -q "has joined" <<<"$out" &&
+  ok "a reward that is missing where an engine runs: code 10, and none has joined" ||
+  bad "a reward that is missing where an engine runs: code $code" "$out"
+check "a reward that is missing where nothing is scored" \
+  "$TRIREME" launch --engines 1 -- $(run_args only-there $idle $(only engine))
+out=$("$TRIREME" launch --engines 1 -- $(run_args validated $idle $(only engine) grpo.val_at_end=true) 2>&1); code=$?
+[ $code = 10 ] && grep -q "reward 'command' does not work: sh: ended with exit code 7" <<<"$out" &&
+  ok "the same where validation needs it: code 10" || bad "the same where validation needs it: code $code" "$out"
 
 refused() {  # NAME SENTENCE COMMAND...
   local name=$1 sentence=$2 out; shift 2

@@ -56,11 +56,15 @@ Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> to
   return datasets;
 }
 
+bool validates(int64_t period, int64_t steps, bool at_start, bool at_end) {
+  return (period > 0 && period <= steps) || at_start || at_end;
+}
+
 void check_validation_data(const Datasets& datasets, const std::string& key, int64_t period, int64_t steps,
                            bool at_start, bool at_end) {
   if (datasets.validation && datasets.validation->size() > 0) return;
+  if (!validates(period, steps, at_start, at_end)) return;
   const bool periodic = period > 0 && period <= steps;
-  if (!periodic && !at_start && !at_end) return;
   fail_user((periodic ? key + ".val_period is " + std::to_string(period)
                       : key + (at_start ? ".val_at_start" : ".val_at_end") + " is true") +
             " but there is no validation data: name some in data.validation, or set data.train.split_validation_size "

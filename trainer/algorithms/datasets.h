@@ -19,8 +19,9 @@ struct Datasets {
 Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> tokenizer,
                        const std::filesystem::path& hf_home, bool completions);
 
-// Throws Error(kUser) when the run would validate (every `period` steps, of `steps`; at the start; at the end) and
-// there is nothing to validate with. `key`: "grpo" or "sft".
+// Whether a run validates: every `period` steps, of `steps`; at the start; at the end.
+bool validates(int64_t period, int64_t steps, bool at_start, bool at_end);
+// Throws Error(kUser) when it would and there is nothing to validate with. `key`: "grpo" or "sft".
 void check_validation_data(const Datasets& datasets, const std::string& key, int64_t period, int64_t steps,
                            bool at_start, bool at_end);
 

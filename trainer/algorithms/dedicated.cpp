@@ -220,6 +220,7 @@ void DedicatedRollouts::make_server(const DedicatedOptions& options) {
                                 static_cast<int64_t>(sizeof(int32_t) + sizeof(float) + sizeof(VersionSpan))));
   server_ = std::make_unique<WorkServer>(server, *desk_);
   store_->set(kWorkPortKey, std::to_string(server_->port()));
+  store_->set(kRewardProbeKey, to_body(options.probe));
   store_->set(kActorLayoutKey, to_string(session_.context.layout()));
   store_->set(kWorkTicketKey, server.ticket);
   log_info("engines", "generation processes get their work at port " + std::to_string(server_->port()));

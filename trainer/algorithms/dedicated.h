@@ -39,6 +39,7 @@ struct DedicatedOptions {
   TransportCheck transport;
   std::filesystem::path hf_home;
   int64_t rewards = 0;  // numbers of a sample
+  RewardRequest probe;  // what engines probe their rewards with
   int64_t steps = 0;    // that the run has done
   uint64_t next_sample_id = 0;
 };

@@ -11,10 +11,12 @@
 
 namespace trireme {
 
-// Keys of the job's store: the ticket of the work server, the port it listens on, and who sends weights.
+// Keys of the job's store: the ticket of the work server, the port it listens on, who sends weights, and what an
+// engine probes its rewards with before it joins. The ticket comes last.
 inline constexpr const char* kWorkTicketKey = "work/ticket";
 inline constexpr const char* kWorkPortKey = "work/port";
 inline constexpr const char* kActorLayoutKey = "work/layout";  // of the ranks that train, as to_string(Layout)
+inline constexpr const char* kRewardProbeKey = "work/probe";   // as to_body(RewardRequest)
 
 // Without name and session.
 JoinRequest identity_of(const Config& config, const ModelConfig& model, const std::filesystem::path& model_dir,

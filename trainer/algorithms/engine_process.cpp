@@ -60,6 +60,7 @@ class EngineProcess final {
 
  private:
   void generate();
+  void probe_rewards();
   void join(WorkClient& client);
   WorkClient client() const { return WorkClient(place(), &stopping_); }
   WorkClientOptions place() const { return {rank_.url(), rank_.ticket(), kActorGone}; }
@@ -144,6 +145,13 @@ EngineProcess::~EngineProcess() {
   host_.reset();  // its thread uses what lies behind it
 }
 
+// Where it runs they may lack what the actor's have. Whoever has joined is given samples, and heard of within seconds,
+// which a service that still starts does not allow.
+void EngineProcess::probe_rewards() {
+  const double limit_s = config_.env.startup_timeout_s;
+  if (limit_s > 0) rewards_.probe(parse_probe(rank_.probe()), Milliseconds(static_cast<int64_t>(limit_s * 1000)));
+}
+
 void EngineProcess::join(WorkClient& client) {
   faults_.begins("joining");
   const JoinReply reply = client.join(join_);
@@ -198,6 +206,7 @@ void EngineProcess::run() {
 }
 
 void EngineProcess::generate() {
+  probe_rewards();
   WorkClient first = client();
   join(first);
   group_.tell({.kind = EngineMessage::kBegin, .number = caller_.engine, .text = {}});

@@ -52,6 +52,7 @@ void EngineRank::find_actor() {
       "(policy.generation.colocated.enabled), or did not get so far";
   ticket_ = store.get(kWorkTicketKey, deadline, nobody_cancels, missing);
   actors_ = parse_layout(store.get(kActorLayoutKey, deadline, nobody_cancels, missing));
+  probe_ = store.get(kRewardProbeKey, deadline, nobody_cancels, missing);
   url_ = options_.work_url;
   if (url_.empty())
     url_ = "http://" + r.master_address + ":" + store.get(kWorkPortKey, deadline, nobody_cancels, missing);

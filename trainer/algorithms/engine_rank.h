@@ -30,6 +30,7 @@ class EngineRank final {
   EngineGroup& group() { return *group_; }
   const std::string& ticket() const { return ticket_; }  // of the work server
   const std::string& url() const { return url_; }
+  const std::string& probe() const { return probe_; }  // parse_probe
 
   // Where weights of engine `engine` come to. With a second buffer on all ranks, or on none. Collective.
   void make_receiver(int64_t engine, const std::function<void(int64_t bytes)>& on_bytes);
@@ -50,7 +51,7 @@ class EngineRank final {
   const std::filesystem::path model_dir_;
   const ModelConfig description_;
   const std::shared_ptr<const Tokenizer> tokenizer_;
-  std::string url_, ticket_;
+  std::string url_, ticket_, probe_;
   Layout actors_;
   std::unique_ptr<EngineGroup> group_;
   std::unique_ptr<Model> model_;

@@ -125,6 +125,7 @@ class GrpoLoop final {
       dedicated.transport = options.transport;
       dedicated.hf_home = options.hf_home;
       dedicated.rewards = static_cast<int64_t>(rewards_.counters().size());
+      dedicated.probe = probe();
       dedicated.steps = step_;
       dedicated.next_sample_id = next_sample_id_;
       source_ = std::make_unique<DedicatedRollouts>(session_, prompts_, forced_lengths_ ? &*forced_lengths_ : nullptr,
@@ -335,18 +336,27 @@ class GrpoLoop final {
     return summary;
   }
 
-  // Before anything is trained: rewards that cannot work are said, services that still start are waited for.
-  void probe_rewards() {
-    if (config_.env.startup_timeout_s <= 0 || !session_.context.generation().leads()) return;
-    session_.context.set_phase("rewards");
-    RewardRequest probe;
+  // What rewards are probed with: the first row that is a prompt, answered by its own gold.
+  RewardRequest probe() const {
     for (int64_t i = 0; i < datasets_.train->size(); ++i) {
       const std::optional<PromptExample> example = datasets_.train->example(i);
-      if (!example) continue;
-      probe = {example->prompt_text, example->gold, example->gold, example->extra};
-      break;
+      if (example) return {example->prompt_text, example->gold, example->gold, example->extra};
     }
-    rewards_.probe(probe, Milliseconds(static_cast<int64_t>(config_.env.startup_timeout_s * 1000)));
+    return {};
+  }
+
+  // Engines score what they generate, so that elsewhere only validation needs rewards here.
+  bool scores() const {
+    const GrpoConfig& g = config_.grpo;
+    return !generates_elsewhere(config_) || validates(g.val_period, g.max_num_steps, g.val_at_start, g.val_at_end);
+  }
+
+  // Before anything is trained: rewards that cannot work are said, services that still start are waited for. An engine
+  // probes its own before it joins.
+  void probe_rewards() {
+    if (config_.env.startup_timeout_s <= 0 || !session_.context.generation().leads() || !scores()) return;
+    session_.context.set_phase("rewards");
+    rewards_.probe(probe(), Milliseconds(static_cast<int64_t>(config_.env.startup_timeout_s * 1000)));
   }
 
   // A rollout with its rewards, which `counted` gets of all ranks.

@@ -134,6 +134,20 @@ LeasedWork work_of(const Json& json) {
 
 }  // namespace
 
+std::string to_body(const RewardRequest& probe) {
+  return dump({{"prompt", probe.prompt},
+               {"response", probe.response},
+               {"gold", probe.gold},
+               {"extra", probe.extra},
+               {"truncated", probe.truncated}});
+}
+
+RewardRequest parse_probe(std::string_view body) {
+  const Json json = parse_object(body, 4 * kMaxWireText, "what rewards are probed with");
+  return {text(json, "prompt", kMaxWireText), text(json, "response", kMaxWireText), text(json, "gold", kMaxWireText),
+          member(json, "extra"), flag(json, "truncated")};
+}
+
 std::string to_body(const JoinRequest& request) {
   return dump({{"name", request.name},
                {"session", request.session},

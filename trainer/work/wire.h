@@ -124,6 +124,8 @@ inline constexpr size_t kMaxLeaseReply = 256u << 20;  // all runs of one answer
 inline constexpr int64_t kMaxWireRuns = 1 << 16;
 inline constexpr int64_t kMaxWireWait_ms = 30000;
 
+// A response to score before anything is generated. It is no request to the actor, but lies in the job's store.
+std::string to_body(const RewardRequest& probe);
 std::string to_body(const JoinRequest& request);
 std::string to_body(const JoinReply& reply);
 std::string to_body(const LeaseRequest& request);
@@ -135,6 +137,7 @@ std::string to_body(const LeaveRequest& request);
 // "engine=3&session=...": of GET /v1/weights, whose names and values need no escapes.
 std::string to_query(const WeightsRequest& request);
 
+RewardRequest parse_probe(std::string_view body);
 JoinRequest parse_join_request(std::string_view body);
 JoinReply parse_join_reply(std::string_view body);
 LeaseRequest parse_lease_request(std::string_view body);

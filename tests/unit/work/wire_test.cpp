@@ -42,6 +42,21 @@ TEST(Wire, EveryBodyReadsBackAsItself) {
   EXPECT_EQ(parse_leave_request(to_body(leave)), leave);
 }
 
+TEST(Wire, AProbeOfRewardsReadsBackAsItself) {
+  const RewardRequest probe{"what is \"1+1\"?\n", "2", "so it is\n#### 2", {{"level", {1, 2}}}, true};
+  const RewardRequest read = parse_probe(to_body(probe));
+  EXPECT_EQ(read.prompt, probe.prompt);
+  EXPECT_EQ(read.response, probe.response);
+  EXPECT_EQ(read.gold, probe.gold);
+  EXPECT_EQ(read.extra, probe.extra);
+  EXPECT_TRUE(read.truncated);
+  for (const char* bad :
+       {"", "[]", "{}", R"({"prompt": 1, "response": "", "gold": "", "extra": null, "truncated": false})",
+        R"({"prompt": "", "response": "", "gold": "", "truncated": false})"})
+    EXPECT_THROW(parse_probe(bad), Error) << bad;
+  EXPECT_THROW(parse_probe(to_body(RewardRequest{std::string(kMaxWireText + 1, 'x'), "", "", {}, false})), Error);
+}
+
 TEST(Wire, SamplesComeWithTheirCounters) {
   GroupsRequest request;
   request.caller = kCaller;
