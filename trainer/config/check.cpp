@@ -307,8 +307,13 @@ void check_async(const Config& c, Problems& out) {
                    "must be true for carry-over, whose unfinished responses go on with the new weights; set it, or "
                    "grpo.async_grpo.enabled to false"});
   }
-  // Its one optimizer step begins with the log-probs that a pass would give: the weights of older tokens remain.
-  if (c.loss_fn.force_on_policy_ratio && a.ratio_from == RatioFrom::kGeneration) {
+  // NeMo-RL's recipes of asynchronous GRPO set it, its asynchronous PPO refuses it. The one optimizer step begins with
+  // the log-probs that a pass would give, and the correction weighs older tokens by them.
+  if (c.loss_fn.force_on_policy_ratio && c.algorithm == "ppo") {
+    out.push_back({"loss_fn.force_on_policy_ratio",
+                   "takes every ratio for 1, and with grpo.async_grpo.enabled older weights draw tokens; set one of "
+                   "them to false"});
+  } else if (c.loss_fn.force_on_policy_ratio && a.ratio_from == RatioFrom::kGeneration) {
     out.push_back({"loss_fn.force_on_policy_ratio",
                    "takes every ratio for 1, and grpo.async_grpo.ratio_from: generation means that of the sampler: "
                    "leave out one"});

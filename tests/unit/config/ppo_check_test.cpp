@@ -155,9 +155,12 @@ TEST(Ppo, AsynchronousStepsHaveTheRulesOfGrposByOwnKeys) {
   EXPECT_THAT(with({"loss_fn.use_importance_sampling_correction=false"}),
               HasSubstr("must be true with ppo.async_ppo.enabled"));
   EXPECT_EQ(with({"loss_fn.use_importance_sampling_correction=false", "ppo.async_ppo.ratio_from=generation"}), "");
-  EXPECT_EQ(with({"loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=1"}), "");
-  EXPECT_THAT(with({"loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=1", "ppo.async_ppo.ratio_from=generation"}),
-              HasSubstr("takes every ratio for 1"));
+  const std::vector<std::string> forced = {"loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=1"};
+  for (const std::string& refusal : {with(forced), apart(forced)})
+    EXPECT_THAT(refusal, HasSubstr("loss_fn.force_on_policy_ratio: takes every ratio for 1, and with "
+                                   "ppo.async_ppo.enabled older weights draw tokens; set one of them to false"));
+  EXPECT_EQ(apart({forced[0], forced[1], "ppo.async_ppo.max_trajectory_age_steps=0"}), "") << "no token is older";
+  EXPECT_EQ(load_error({"algorithm=ppo", forced[0], forced[1]}), "");
   EXPECT_THAT(load_error({"algorithm=ppo", "grpo.async_grpo.enabled=true"}),
               HasSubstr("grpo.async_grpo.enabled: is a key of GRPO; of a PPO run it is ppo.async_ppo.enabled"));
 }
