@@ -187,7 +187,7 @@ struct MegatronConfig {
   int64_t context_parallel_size = 1;
   int64_t expert_model_parallel_size = 1;
   int64_t expert_tensor_parallel_size = 1;
-  bool sequence_parallel = false;
+  bool sequence_parallel = true;  // always so
   bool tp_comm_overlap = true;
   int64_t num_layers_in_first_pipeline_stage = kDerived;  // derived: null, layers divided evenly
   int64_t num_layers_in_last_pipeline_stage = kDerived;
@@ -202,7 +202,7 @@ struct MegatronConfig {
   std::string moe_router_load_balancing_type = "none";
   double moe_aux_loss_coeff = 0.0;
   double moe_router_bias_update_rate = 0.0;
-  bool defer_fp32_logits = false;
+  bool defer_fp32_logits = true;  // always so
   MegatronOptimizerConfig optimizer;
   MegatronSchedulerConfig scheduler;
   DdpConfig distributed_data_parallel_config;
@@ -212,7 +212,7 @@ struct DtensorConfig {
   bool enabled = false;
   int64_t tensor_parallel_size = 1;
   int64_t context_parallel_size = 1;
-  bool sequence_parallel = false;
+  bool sequence_parallel = true;  // always so
   bool cpu_offload = false;
   bool activation_checkpointing = false;
 };

@@ -122,6 +122,13 @@ void note_of_model(const Config& c, const std::string& section, const Note& note
   note(m.megatron_cfg.enabled && !ddp.use_custom_fsdp && ddp.data_parallel_sharding_strategy != "optim",
        section + ".megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy",
        "use_custom_fsdp beside it is false, so that it counts as optim");
+  const std::string rows = "rows are always sharded over the tensor ranks outside of attention and MLP";
+  note(m.megatron_cfg.enabled && m.megatron_cfg.tensor_model_parallel_size != 1 && !m.megatron_cfg.sequence_parallel,
+       section + ".megatron_cfg.sequence_parallel", rows);
+  note(m.dtensor_cfg.enabled && m.dtensor_cfg.tensor_parallel_size != 1 && !m.dtensor_cfg.sequence_parallel,
+       section + ".dtensor_cfg.sequence_parallel", rows);
+  note(m.megatron_cfg.enabled && !m.megatron_cfg.defer_fp32_logits, section + ".megatron_cfg.defer_fp32_logits",
+       "logits always become fp32 chunk by chunk");
   note(m.make_sequence_length_divisible_by != 1, section + ".make_sequence_length_divisible_by",
        "sequences are packed without padding, so there is no length to round up");
 }

@@ -474,6 +474,32 @@ TEST(KeysWithoutEffect, AreNamedOnlyWhenSet) {
   EXPECT_THAT(keys_without_effect(load_config_text("", critic)), IsEmpty());
   EXPECT_THAT(keys_without_effect(load_config_text("algorithm: ppo\n", critic)),
               testing::ElementsAre(HasSubstr("value.megatron_cfg.optimizer.use_distributed_optimizer")));
+  // What is always so is said where a file wants something else, of the back-end that is enabled.
+  const std::vector<std::string> megatron = {"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
+                                             "policy.megatron_cfg.tensor_model_parallel_size=2"};
+  const std::vector<std::string> dtensor = {"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true",
+                                            "policy.dtensor_cfg.tensor_parallel_size=2"};
+  const std::vector<std::string> others = {"policy.megatron_cfg.sequence_parallel=false",
+                                           "policy.megatron_cfg.defer_fp32_logits=false",
+                                           "policy.dtensor_cfg.sequence_parallel=false"};
+  const auto notes_of = [](std::vector<std::string> all, const std::vector<std::string>& more) {
+    all.insert(all.end(), more.begin(), more.end());
+    return keys_without_effect(load_config_text("", all));
+  };
+  EXPECT_THAT(notes_of({}, others), IsEmpty());
+  EXPECT_THAT(notes_of(megatron, {}), IsEmpty());
+  EXPECT_THAT(notes_of(dtensor, {}), IsEmpty());
+  EXPECT_THAT(notes_of(megatron, others),
+              testing::ElementsAre(HasSubstr("policy.megatron_cfg.sequence_parallel has no effect in this version: "
+                                             "rows are always sharded over the tensor ranks"),
+                                   HasSubstr("policy.megatron_cfg.defer_fp32_logits has no effect")));
+  EXPECT_THAT(notes_of(dtensor, others),
+              testing::ElementsAre(HasSubstr("policy.dtensor_cfg.sequence_parallel has no")));
+  EXPECT_THAT(notes_of({megatron[0], megatron[1]}, {others[0]}), IsEmpty()) << "one tensor rank has all rows";
+  EXPECT_THAT(
+      notes_of({"algorithm=ppo", "value.megatron_cfg.enabled=true"}, {"value.megatron_cfg.defer_fp32_logits=false"}),
+      testing::ElementsAre(HasSubstr("value.megatron_cfg.defer_fp32_logits has no effect")));
+  EXPECT_THAT(changes_since(load_config_text("", others), load_config_text("")), IsEmpty());
   // With fixed micro-batches the key counts; with packing those of training do.
   EXPECT_THAT(keys_without_effect(load_config_text(
                   "", {"algorithm=sft", "sft.val_micro_batch_size=2", "policy.sequence_packing.enabled=false"})),
