@@ -421,6 +421,7 @@ class Validator final {
         {"policy.megatron_cfg.expert_tensor_parallel_size", {layout.etp, "spec.roles.actor.parallelism.etp"}},
         {"policy.dtensor_cfg.tensor_parallel_size", {layout.tp, "spec.roles.actor.parallelism.tp"}},
         {"policy.dtensor_cfg.context_parallel_size", {layout.cp, "spec.roles.actor.parallelism.cp"}},
+        {"policy.dtensor_cfg.expert_parallel_size", {layout.ep, "spec.roles.actor.parallelism.ep"}},
         {"cluster.num_nodes", {actor.replicas, "spec.roles.actor.replicas"}},
         {"cluster.gpus_per_node", {processes_per_pod(actor), "the processes of an actor pod"}},
     };

@@ -162,6 +162,9 @@ check "EP2 on four ranks, gradients and weights shared" run ep2dp4 4 \
   policy.megatron_cfg.expert_model_parallel_size=2 \
   policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy=optim_grads_params
 out=$(sound ep2dp4 4) && ok "EP2 on four ranks: $out" || bad "EP2 on four ranks: $out"
+check "EP2 of the other back-end" run dtensor 2 policy.megatron_cfg.enabled=false policy.dtensor_cfg.enabled=true \
+  policy.dtensor_cfg.expert_parallel_size=2 grpo.max_num_steps=2 checkpointing.enabled=false
+out=$(sound dtensor 2) && ok "EP2 of the other back-end: $out" || bad "EP2 of the other back-end: $out"
 check "EP4 with trained routers" run ep4 4 policy.megatron_cfg.expert_model_parallel_size=4 \
   policy.megatron_cfg.freeze_moe_router=false
 out=$(sound ep4 4) && ok "EP4: $out" || bad "EP4: $out"

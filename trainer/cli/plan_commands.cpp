@@ -268,7 +268,7 @@ std::vector<Layout> layouts_of(const PlanContext& context, bool named) {
     return (l.tp == fixed.tp || is_open("tensor_model_parallel_size") || is_open(".tensor_parallel_size")) &&
            (l.pp == fixed.pp || is_open("pipeline_model_parallel_size")) &&
            (l.cp == fixed.cp || is_open("context_parallel_size")) &&
-           (l.ep == fixed.ep || is_open("expert_model_parallel_size"));
+           (l.ep == fixed.ep || is_open("expert_model_parallel_size") || is_open("expert_parallel_size"));
   };
   std::vector<Layout> layouts;
   for (const Layout& layout : legal_layouts(context.check)) {

@@ -66,7 +66,7 @@ void check_batches(const Config& c, Problems& out) {
   }
   const int64_t expert = saturating_product(saturating_product(sizes.expert_tensor, sizes.expert), sizes.pipeline);
   if (world_size(c) % expert != 0) {
-    out.push_back({"policy.megatron_cfg.expert_model_parallel_size",
+    out.push_back({parallel_size_key(c, "ep"),
                    number(world_size(c)) +
                        " ranks cannot be divided by expert x expert tensor x pipeline parallel size " +
                        number(expert)});

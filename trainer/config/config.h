@@ -212,6 +212,7 @@ struct DtensorConfig {
   bool enabled = false;
   int64_t tensor_parallel_size = 1;
   int64_t context_parallel_size = 1;
+  int64_t expert_parallel_size = 1;
   bool sequence_parallel = true;  // always so
   bool cpu_offload = false;
   bool activation_checkpointing = false;

@@ -93,6 +93,7 @@ void add_dtensor(std::vector<Field>& table) {
   ("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count; state is optim_grads_params");
   MODEL(dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1).or_auto();
   MODEL(dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
+  MODEL(dtensor_cfg.expert_parallel_size)("ranks that share the experts").at_least(1).or_auto();
   MODEL(dtensor_cfg.sequence_parallel)
   ("read by NeMo-RL's files; rows are sharded over the tensor ranks outside of attention and MLP, whether or not");
   MODEL(dtensor_cfg.cpu_offload)("weights and optimizer state on the host; not supported yet");

@@ -220,7 +220,6 @@ void features_of_models(std::vector<FeatureKey>& keys) {
 
 void features_of_back_ends(std::vector<FeatureKey>& keys) {
   feature(keys, "policy.dtensor_cfg.", {"lora_cfg"}, When::kEnabled, kLora);
-  feature(keys, "policy.dtensor_cfg.", {"expert_parallel_size"}, When::kAboveOne, "expert parallelism");
   feature(keys, "policy.megatron_cfg.", {"moe_router_enable_expert_bias"}, When::kSet,
           "choosing experts by a bias besides their logits");
   feature(keys, "policy.megatron_cfg.", {"moe_router_num_groups", "moe_router_group_topk"}, When::kAboveOne,

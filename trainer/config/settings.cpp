@@ -112,7 +112,8 @@ auto size_keys(Any& config) {
   }
   if (auto& d = config.policy.dtensor_cfg; d.enabled) {
     return Keys{{"policy.dtensor_cfg.tensor_parallel_size", &d.tensor_parallel_size, &ParallelSizes::tensor},
-                {"policy.dtensor_cfg.context_parallel_size", &d.context_parallel_size, &ParallelSizes::context}};
+                {"policy.dtensor_cfg.context_parallel_size", &d.context_parallel_size, &ParallelSizes::context},
+                {"policy.dtensor_cfg.expert_parallel_size", &d.expert_parallel_size, &ParallelSizes::expert}};
   }
   return Keys{};
 }

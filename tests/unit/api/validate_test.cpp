@@ -219,6 +219,8 @@ TEST(Validate, SizesLiveInTheRLJob) {
         << key;
   }
   EXPECT_THAT(with("{policy: {dtensor_cfg: {tensor_parallel_size: 2}}}"), HasSubstr("tensor_parallel_size: is 2"));
+  EXPECT_THAT(with("{policy: {dtensor_cfg: {expert_parallel_size: 2}}}"),
+              HasSubstr("expert_parallel_size: is 2, but spec.roles.actor.parallelism.ep is 1"));
   EXPECT_EQ(with("{policy: {dtensor_cfg: {enabled: false, tensor_parallel_size: 2}}}"), "");  // a back-end that is off
   EXPECT_THAT(with("{cluster: {num_nodes: 1}}"), HasSubstr("but spec.roles.actor.replicas is 2"));
   EXPECT_THAT(with("{cluster: {gpus_per_node: 4}}"), HasSubstr("is 4, but the processes of an actor pod is 8"));

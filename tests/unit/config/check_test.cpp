@@ -110,6 +110,7 @@ TEST(ConfigCheck, AnAxisHasAKey) {
   EXPECT_EQ(parallel_size_key(megatron, "etp"), "policy.megatron_cfg.expert_tensor_parallel_size");
   const Config dtensor = load_config_text("", {"policy.dtensor_cfg.enabled=true"});
   EXPECT_EQ(parallel_size_key(dtensor, "cp"), "policy.dtensor_cfg.context_parallel_size");
+  EXPECT_EQ(parallel_size_key(dtensor, "ep"), "policy.dtensor_cfg.expert_parallel_size");
   EXPECT_EQ(parallel_size_key(dtensor, "pp"), "parallelism.pp of the RLJob, or --layout");
 }
 
@@ -253,6 +254,28 @@ TEST(ConfigCheck, ExpertRanksDivideTheWorld) {
                                           "by expert x expert tensor x pipeline parallel size 4"));
   EXPECT_THAT(with({ep + "2", etp + "2"}), HasSubstr("pipeline parallel size 4"));
   EXPECT_THAT(with({ep + "3"}), Not(HasSubstr("cannot be divided by expert")));
+}
+
+// NeMo-RL's key of its other back-end, where experts are shared by data parallel and context ranks too.
+TEST(ConfigCheck, TheOtherBackEndSharesExpertsToo) {
+  const auto of = [](std::vector<std::string> more) {
+    more.insert(more.begin(), {"cluster.gpus_per_node=8", "policy.dtensor_cfg.enabled=true"});
+    return more;
+  };
+  const std::string ep = "policy.dtensor_cfg.expert_parallel_size=";
+  const Config config = load_config_text("", of({ep + "4"}));
+  EXPECT_NO_THROW(validate_supported(config));
+  EXPECT_EQ(parallel_sizes(config).expert, 4);
+  EXPECT_EQ(parallel_sizes(config).expert_tensor, 1);
+  EXPECT_EQ(data_parallel_size(config), 8);
+  EXPECT_THAT(load_error(of({ep + "3"})), HasSubstr("policy.dtensor_cfg.expert_parallel_size: 8 ranks cannot be "
+                                                    "divided by expert x expert tensor x pipeline parallel size 3"));
+  EXPECT_THAT(auto_sizes(load_config_text("", of({ep + "auto"}))),
+              ElementsAre("policy.dtensor_cfg.expert_parallel_size"));
+  const Config critic = critic_config(load_config_text(
+      "", of({"algorithm=ppo", "value.dtensor_cfg.enabled=true", "value.dtensor_cfg.expert_parallel_size=2"})));
+  EXPECT_EQ(parallel_sizes(critic).expert, 2);
+  EXPECT_EQ(parallel_sizes(load_config_text("", {ep + "4"})).expert, 1) << "of a back-end that is off";
 }
 
 TEST(ConfigCheck, WhatIsNotBuiltYetIsRefusedByName) {
