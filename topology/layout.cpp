@@ -171,7 +171,8 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check) {
   if (check.stages == StageOptions{}) {
     check_one("pp", layout.pp, model.layers, "layers", legal.pp, errors);
   } else if (model.layers > 0) {
-    if (std::optional<std::string> error = stage_error(model.layers, layout.pp, check.stages)) errors.push_back(*error);
+    if (const auto error = stage_error(model.layers, layout.pp, check.stages, check.stage_section))
+      errors.push_back(*error);
   }
   if (check.shape && model.experts == 0) {
     if (layout.ep > 1)

@@ -56,6 +56,7 @@ struct PlanOptions {
   int64_t gradient_bytes = 4;  // as they are summed up and reduced
   StateSharding sharding = StateSharding::kOptimizer;
   StageOptions stages;
+  std::string stage_section;  // before their keys in sentences (LayoutCheck)
   // What backward computes again: as little as fits, or whole layers and of the others norms and SwiGLU.
   bool fit_recompute = true;
   int64_t recomputed_layers = 0;

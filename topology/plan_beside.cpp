@@ -16,8 +16,10 @@ BesidePlan::BesidePlan(const Layout& policy, const PlannedBeside& models, const 
   options_.fold_pipeline = false;
   layout_ = models.critic->layout;
   layout_.dp = derive_dp(layout_, policy.world()).value_or(layout_.dp);
-  const LayoutReport report =
-      check_layout(layout_, {.world = policy.world(), .shape = &models.critic->shape, .stages = options_.stages});
+  const LayoutReport report = check_layout(layout_, {.world = policy.world(),
+                                                     .shape = &models.critic->shape,
+                                                     .stages = options_.stages,
+                                                     .stage_section = options_.stage_section});
   if (!report.ok()) problem_ = "the critic cannot be split so: " + report.errors.front();
 }
 

@@ -28,8 +28,9 @@ struct StageOptions {
 // Whether every stage gets at least one layer in each of its pieces, as many in each, and none is left over. Total.
 bool stages_fit(int64_t layers, int64_t pp, const StageOptions& options = {});
 // Nothing when they fit. Else one sentence that names key and value, and for each key by which alone it could be put
-// right the values that do.
-std::optional<std::string> stage_error(int64_t layers, int64_t pp, const StageOptions& options = {});
+// right the values that do. `section` stands before each key, as policy.megatron_cfg. does in a configuration.
+std::optional<std::string> stage_error(int64_t layers, int64_t pp, const StageOptions& options = {},
+                                       const std::string& section = {});
 
 // Layers of each piece of `stage`, ascending. The pieces of all stages in the order of the layers: piece 0 of every
 // stage, then piece 1 of every stage, and so on. Only where stages_fit.

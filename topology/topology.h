@@ -79,6 +79,7 @@ struct LayoutCheck {
   int64_t gpus_per_node = 0;          // processes per node; 0: one node
   const ModelShape* shape = nullptr;  // null: divisibility by the model is not checked
   StageOptions stages = {};           // how the shape's layers are dealt to the pipeline's stages
+  std::string stage_section = {};     // of a configuration, before the keys of `stages` in sentences
 };
 
 struct LayoutReport {

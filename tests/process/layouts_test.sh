@@ -180,7 +180,8 @@ refused "layers that do not divide" \
   grpo.num_prompts_per_step=6 policy.train_global_batch_size=24
 refused "lanes without stages" "2 lanes need stages: set policy.megatron_cfg.pipeline_model_parallel_size" \
   run laneless 1 1 1 policy.generation.pipeline_lanes=2
-refused "stages that do not add up" "num_layers_in_first_pipeline_stage 3 and num_layers_in_last_pipeline_stage 2" \
+refused "stages that do not add up" \
+  "$mega.num_layers_in_first_pipeline_stage 3 and $mega.num_layers_in_last_pipeline_stage 2 do not add up" \
   run stages_off 2 1 2 policy.megatron_cfg.num_layers_in_first_pipeline_stage=3 \
   policy.megatron_cfg.num_layers_in_last_pipeline_stage=2
 # Two nodes of a rank each, as they are started, whatever the configuration says of nodes.

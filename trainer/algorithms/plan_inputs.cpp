@@ -81,6 +81,7 @@ PlanOptions plan_options(const Config& config) {
   options.element_bytes = whole ? 4 : 2;
   options.gradient_bytes = gradients_in_fp32(config) ? 4 : 2;
   options.stages = stage_options(config);
+  options.stage_section = "policy.megatron_cfg.";
   const RecomputeSetting setting = recompute_setting(config);
   options.fit_recompute = setting.fit;
   options.recomputed_layers = setting.all ? kEveryLayer : setting.layers;
@@ -161,6 +162,7 @@ PlannedModel planned_critic(const Config& config, ModelShape shape, const Planne
   const Config critic = critic_config(config);
   PlannedModel model = value_model(critic, std::move(shape), lengths);
   model.options.sharding = state_sharding(critic);
+  model.options.stage_section = "value.megatron_cfg.";
   model.layout = layout_of(parallel_sizes(critic));
   const Workload of_policy = planned_work(config, lengths);
   model.work.prompts = of_policy.prompts;

@@ -193,8 +193,10 @@ int64_t ranks_of_node(const Config& config, const RendezvousOptions& ranks) {
 std::optional<std::string> split_problem(const Config& config, const std::string& section, const ModelConfig& model,
                                          const std::filesystem::path& dir, const Layout& layout, int64_t of_node) {
   const ModelShape shape = model.shape();
-  const LayoutReport report =
-      check_layout(layout, {.gpus_per_node = of_node, .shape = &shape, .stages = stage_options(config)});
+  const LayoutReport report = check_layout(layout, {.gpus_per_node = of_node,
+                                                    .shape = &shape,
+                                                    .stages = stage_options(config),
+                                                    .stage_section = section + ".megatron_cfg."});
   if (!report.ok()) {
     const std::string& error = report.errors.front();
     const std::string axis = error.substr(0, error.find(' '));

@@ -245,6 +245,7 @@ PlanContext plan_context(PlanArguments arguments, std::vector<std::string>& warn
   context.devices.of_node = context.check.gpus_per_node = std::min(of_node, context.check.world);
   context.check.shape = &context.shape;
   context.check.stages = context.options.stages;
+  context.check.stage_section = context.options.stage_section;
   place_critic(arguments, context);
   return context;
 }
@@ -442,7 +443,8 @@ bool print_critic(const PlanContext& context) {
   const LayoutReport report = check_layout(layout, {.world = layout.world(),
                                                     .gpus_per_node = devices.of_node,
                                                     .shape = &critic.shape,
-                                                    .stages = critic.options.stages});
+                                                    .stages = critic.options.stages,
+                                                    .stage_section = critic.options.stage_section});
   for (const std::string& error : report.errors) print_line(std::cout, "  impossible", error);
   for (const std::string& warning : report.warnings) print_line(std::cout, "  slow", warning);
   if (!report.ok()) return false;

@@ -79,6 +79,7 @@ TEST(PlanInputs, OptionsFollowTheKeys) {
   EXPECT_FALSE(megatron.fit_recompute);
   EXPECT_EQ(megatron.recomputed_layers, 3);
   EXPECT_EQ(megatron.stages.virtual_stages, 2);
+  EXPECT_EQ(megatron.stage_section, "policy.megatron_cfg.");
   EXPECT_EQ(megatron.cache_rows, 5000);
   const PlanOptions all = plan_options(load_config_text("", {"policy.activation_checkpointing=true"}));
   EXPECT_EQ(all.recomputed_layers, kEveryLayer);
@@ -195,6 +196,7 @@ TEST(PlanInputs, ACriticIsSplitByItsOwnSizes) {
   const PlannedModel critic = planned_critic(config, *known_model_shape("qwen3-1.7b"), {});
   EXPECT_EQ(critic.layout, (Layout{.tp = 2, .cp = 2, .pp = 2}));
   EXPECT_EQ(critic.options.stages.virtual_stages, 2);
+  EXPECT_EQ(critic.options.stage_section, "value.megatron_cfg.");
 }
 
 TEST(PlanInputs, PassesUnderGenerationAreThoseOfTheConfiguration) {

@@ -44,5 +44,18 @@ TEST(SessionParts, TensorRanksShareANode) {
   EXPECT_MENTIONS(problem, "tp 4 does not divide the 2 GPUs of a node (tensor parallel ranks must share a node)");
 }
 
+// By its whole key, of policy or value.
+TEST(SessionParts, UnevenStagesAreRefusedByTheirKeys) {
+  const Config config = load_config_text("", {"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
+                                              "policy.megatron_cfg.pipeline_model_parallel_size=2",
+                                              "policy.megatron_cfg.num_layers_in_last_pipeline_stage=3"});
+  const ModelConfig model = test::tiny_config({.layers = 2});
+  for (const std::string section : {"policy", "value"}) {
+    const std::string problem = split_problem(config, section, model, "model", {.pp = 2}, 2).value_or("");
+    EXPECT_MENTIONS(problem, "the model of model cannot be split so: " + section +
+                                 ".megatron_cfg.num_layers_in_last_pipeline_stage 3 is no number of layers");
+  }
+}
+
 }  // namespace
 }  // namespace trireme

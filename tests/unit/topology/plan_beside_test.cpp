@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "tests/unit/errors.h"
 #include "tests/unit/topology/planned.h"
 #include "topology/plan.h"
 
@@ -42,6 +43,17 @@ TEST(PlanBeside, StateOfTheOthersIsThereInBothPhases) {
   EXPECT_EQ(plan.memory.training.total(), alone.memory.training.total() + critic + 2 * kValueModel);
   EXPECT_EQ(alone.memory.critic_turn, 0);
   EXPECT_EQ(plan.least_memory, alone.least_memory + critic + 2 * kValueModel);
+}
+
+TEST(PlanBeside, UnevenStagesOfACriticAreRefusedByTheirKeys) {
+  PlannedBeside beside{value_model(), std::nullopt};
+  beside.critic->layout.pp = 2;
+  beside.critic->options.stages.first_layers = 9;
+  beside.critic->options.stage_section = "value.megatron_cfg.";
+  const LayoutPlan plan =
+      plan_layout(shape_of_eight_layers(), {.dp = 2}, small_work(), {}, devices_of(80 * kGiB), beside);
+  EXPECT_MENTIONS(plan.problems.front(),
+                  "the critic cannot be split so: value.megatron_cfg.num_layers_in_first_pipeline_stage 9 is no");
 }
 
 TEST(PlanBeside, ShardedCriticsKeepTheirSlices) {

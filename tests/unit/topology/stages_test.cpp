@@ -141,6 +141,21 @@ TEST(Stages, ErrorsAreOneSentenceWithKeyValueAndLegalOnes) {
   EXPECT_THROW(stage_pieces(8, 2, 2), Error);
 }
 
+TEST(Stages, KeysOfAConfigurationAreNamedWithTheirSection) {
+  EXPECT_EQ(*stage_error(8, 2, {.first_layers = 3, .last_layers = 4}, "policy.megatron_cfg."),
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage 3 and "
+            "policy.megatron_cfg.num_layers_in_last_pipeline_stage 4 do not add up to the 8 layers of "
+            "policy.megatron_cfg.pipeline_model_parallel_size 2; with the others as they are, "
+            "policy.megatron_cfg.pipeline_model_parallel_size can be 3, or "
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage can be 4, or "
+            "policy.megatron_cfg.num_layers_in_last_pipeline_stage can be 5");
+  const ModelShape big = *known_model_shape("Qwen3-235B-A22B");
+  const LayoutCheck check{.world = 8, .shape = &big, .stages = {.virtual_stages = 2}, .stage_section = "value."};
+  EXPECT_THAT(check_layout({.dp = 8}, check).errors.front(),
+              HasSubstr("value.virtual_pipeline_model_parallel_size 2 needs a pipeline, and "
+                        "value.pipeline_model_parallel_size 1 is none; with"));
+}
+
 TEST(Stages, DecideWhichLayoutsAreLegal) {
   const ModelShape big = *known_model_shape("Qwen3-235B-A22B");
   LayoutCheck check{.world = 64, .gpus_per_node = 8, .shape = &big};
