@@ -27,6 +27,7 @@ using names::quoted;
 // The longest generated name, NAME-generation-9999-a999, must fit a DNS label (63).
 constexpr size_t kMaxNameLength = 40;
 constexpr const char* kMultiKueue = "kueue.x-k8s.io/multikueue";
+const std::string kStageSection = "policy.megatron_cfg.";  // of the keys by which layers are dealt to stages
 
 const std::vector<std::string>& phase_names() {
   static const std::vector<std::string> names = {"generation", "rewards",    "logprobs", "refit",
@@ -275,10 +276,34 @@ class Validator final {
       found = {value->is_string() ? value->get<std::string>() : value->dump(), "spec.config.inline." + key};
     for (size_t i = 0; i < spec_.config.overrides.size(); ++i) {
       const std::string& text = spec_.config.overrides[i];
-      if (starts_with(text, key + "="))
-        found = {text.substr(key.size() + 1), "spec.config.overrides[" + std::to_string(i) + "]"};
+      if (overridden(text) == key)
+        found = {text.substr(text.find('=') + 1), "spec.config.overrides[" + std::to_string(i) + "]"};
     }
     return found;
+  }
+
+  // The key of an override, which may begin with + or ++; empty where it is none.
+  static std::string_view overridden(std::string_view text) {
+    const size_t equals = text.find('=');
+    if (equals == std::string_view::npos) return {};
+    std::string_view key = trim(text.substr(0, equals));
+    for (int i = 0; i < 2 && starts_with(key, "+"); ++i) key.remove_prefix(1);
+    return key;
+  }
+
+  // The same, `otherwise` where the key has its default for certain, and nothing where the manifest does not hold it.
+  std::optional<std::string> known_setting(const std::string& key, const std::string& otherwise) const {
+    const std::optional<Setting> said = setting(key);
+    if (!said && !whole_configuration()) return std::nullopt;
+    // A section may come from elsewhere as a whole: by ${...}, or by an override.
+    for (size_t dot = key.find('.'); dot != std::string::npos; dot = key.find('.', dot + 1)) {
+      const std::string section = key.substr(0, dot);
+      const Json* value = config_value(section);
+      if (value && !value->is_object() && !value->is_null()) return std::nullopt;
+      for (const std::string& text : spec_.config.overrides)
+        if (overridden(text) == section) return std::nullopt;
+    }
+    return said ? said->value : otherwise;
   }
 
   void check_critic(const RoleSpec& role, const std::string& path) {
@@ -345,6 +370,28 @@ class Validator final {
     return said ? std::max<int64_t>(0, parse_int(said->value).value_or(0)) : 0;
   }
 
+  // How the trainer deals the policy's layers to pipeline stages; nothing where the manifest does not hold all that
+  // says it.
+  std::optional<StageOptions> stages() const {
+    const std::optional<std::string> enabled = known_setting(kStageSection + "enabled", "false");
+    const std::string said = to_lower(enabled.value_or(""));
+    if (said == "false" || said == "no" || said == "off") return StageOptions{};
+    if (said != "true" && said != "yes" && said != "on") return std::nullopt;
+    StageOptions options;
+    for (const auto& [key, member] :
+         {std::pair{"num_layers_in_first_pipeline_stage", &StageOptions::first_layers},
+          std::pair{"num_layers_in_last_pipeline_stage", &StageOptions::last_layers},
+          std::pair{"virtual_pipeline_model_parallel_size", &StageOptions::virtual_stages}}) {
+      const std::optional<std::string> text = known_setting(kStageSection + key, "null");
+      if (!text) return std::nullopt;
+      if (*text == "null" || *text == "~") continue;  // the default
+      const std::optional<int64_t> value = parse_int(*text);
+      if (!value || *value < 1) return std::nullopt;  // ${...}, or for the trainer to refuse
+      options.*member = *value;
+    }
+    return options;
+  }
+
   bool check_processes(const RoleSpec& role, const std::string& path) {
     if (role.gpus_per_pod == 0 || role.processes_per_pod.value_or(role.gpus_per_pod) == role.gpus_per_pod) return true;
     error(path + ".processesPerPod", "is " + std::to_string(*role.processes_per_pod) + ", but a pod has " +
@@ -360,15 +407,27 @@ class Validator final {
     Layout layout = layout_sizes(role);
     const int64_t world = world_size(role);
     layout.dp = role.parallelism.dp.value_or(derive_dp(layout, world).value_or(1));
-    const std::optional<ModelShape> shape = known_model_shape(model);
-    const LayoutReport report = check_layout(
-        layout, {.world = world, .gpus_per_node = processes_per_pod(role), .shape = shape ? &*shape : nullptr});
-    for (const std::string& message : report.errors) error(axis_path(path, message), message);
+    std::optional<ModelShape> shape = known_model_shape(model);
+    const std::optional<StageOptions> dealt = stages();
+    if (shape && !dealt) shape->layers = 0;  // 0: any pp goes, and the trainer says whether it fits them
+    const LayoutReport report = check_layout(layout, {.world = world,
+                                                      .gpus_per_node = processes_per_pod(role),
+                                                      .shape = shape ? &*shape : nullptr,
+                                                      .stages = dealt.value_or(StageOptions{}),
+                                                      .stage_section = kStageSection});
+    for (const std::string& message : report.errors) report_layout(path, message);
     for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
     if (!report.ok()) return;
     if (!shape || shape->experts == 0) return;
     for (const std::string& message : combine_block_problems(shape->experts, asked_blocks(), layout.ep))
       error(axis_path(path, message), message);
+  }
+
+  // A sentence about stages names keys of the configuration; how many stages there are is the RLJob's.
+  void report_layout(const std::string& path, const std::string& message) {
+    const std::string by_axis = replace_all(message, kStageSection + "pipeline_model_parallel_size", "pp");
+    const bool of_stages = message.find(kStageSection) != std::string::npos;
+    error(of_stages ? path + ".parallelism.pp" : axis_path(path, message), by_axis);
   }
 
   // The messages of topology start with the axis they are about, or with a product ("tp 4 x ...").

@@ -97,6 +97,56 @@ TEST(Validate, LayoutsAreRefusedWithTheLegalOnesNamed) {
               HasSubstr("processesPerPod: is 4, but a pod has 8 GPUs"));
 }
 
+// Of 94 layers in eight stages; `config` is the RLJob's.
+std::string in_stages(const std::string& config, const std::string& pp = "8") {
+  return errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 2, pp: " + pp + "}") +
+                   "  model: {source: Qwen/Qwen3-235B-A22B}\n  config: " + config + "\n");
+}
+std::string in_megatron_stages(const std::string& keys, const std::string& pp = "8") {
+  return in_stages("{inline: {policy: {megatron_cfg: {" + keys + "}}}}", pp);
+}
+const char* const kUneven =
+    "spec.roles.actor.parallelism.pp: pp 8 does not divide the 94 layers; legal values of pp here: 1, 2";
+const std::string kFirst = "num_layers_in_first_pipeline_stage", kLast = "num_layers_in_last_pipeline_stage";
+
+TEST(Validate, StagesMayBeUnevenWhereTheConfigurationSaysSo) {
+  EXPECT_EQ(in_megatron_stages("enabled: true, " + kFirst + ": 11, " + kLast + ": 11"), "");
+  EXPECT_EQ(in_stages("{inline: {policy: {megatron_cfg: {enabled: true}}}, overrides: [policy.megatron_cfg." + kFirst +
+                      "=11, ++policy.megatron_cfg." + kLast + "=11]}"),
+            "");
+  EXPECT_EQ(in_stages("{inline: {}}"), kUneven);
+  EXPECT_EQ(in_megatron_stages("enabled: true, " + kFirst + ": null, virtual_pipeline_model_parallel_size: null"),
+            kUneven);
+  // Keys of a back-end that is off mean nothing.
+  EXPECT_EQ(in_megatron_stages(kFirst + ": 11, " + kLast + ": 11"), kUneven);
+  EXPECT_EQ(in_megatron_stages("enabled: false, " + kFirst + ": 11, " + kLast + ": 11"), kUneven);
+  EXPECT_EQ(in_stages("{path: a, overrides: [policy.megatron_cfg.enabled=false]}"), kUneven);
+  EXPECT_THAT(in_megatron_stages("enabled: true, " + kFirst + ": 11, " + kLast + ": 12"),
+              HasSubstr("spec.roles.actor.parallelism.pp: policy.megatron_cfg.num_layers_in_first_pipeline_stage 11 "
+                        "and policy.megatron_cfg.num_layers_in_last_pipeline_stage 12 leave 71 layers for the 6 other "
+                        "stages of pp 8; with the others as they are, pp can be 3, 73, or policy.megatron_cfg.num_"));
+  EXPECT_THAT(in_megatron_stages("enabled: true, virtual_pipeline_model_parallel_size: 2", "2"),
+              HasSubstr("spec.roles.actor.parallelism.pp: policy.megatron_cfg.virtual_pipeline_model_parallel_size 2 "
+                        "does not divide the 47 layers of stage 0; with"));
+}
+
+// The trainer sees all of it.
+TEST(Validate, LayersAreNotJudgedWhereTheConfigurationIsElsewhere) {
+  EXPECT_EQ(in_stages("{path: a}"), "");
+  EXPECT_EQ(in_stages("{configMapRef: {name: a}}"), "");
+  EXPECT_EQ(in_stages("{inline: {defaults: base.yaml}}"), "");
+  EXPECT_EQ(in_stages("{path: a, overrides: [policy.megatron_cfg.enabled=true, policy.megatron_cfg." + kFirst + "=9]}"),
+            "");
+  EXPECT_EQ(in_stages("{inline: {}, overrides: [\"policy.megatron_cfg={enabled: true, " + kFirst + ": 24}\"]}"), "");
+  EXPECT_EQ(in_stages("{inline: {policy: {megatron_cfg: \"${shared.megatron}\"}}}"), "");
+  EXPECT_EQ(in_megatron_stages("enabled: \"${a.b}\""), "");
+  EXPECT_EQ(in_megatron_stages("enabled: true, " + kFirst + ": \"${a.b}\""), "");
+  // All else that the shape says is.
+  EXPECT_THAT(errors_of(actor("gpusPerPod: 8, parallelism: {tp: 8}") +
+                        "  model: {source: Qwen/Qwen3-235B-A22B}\n  config: {path: a}\n"),
+              HasSubstr("tp 8 does not divide the 4 key/value heads"));
+}
+
 TEST(Validate, LegalLayoutsAreAcceptedOnCpusAndGpus) {
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, gpusPerPod: 8, parallelism: {cp: 2}")), "");

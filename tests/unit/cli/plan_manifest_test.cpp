@@ -74,6 +74,14 @@ TEST(PlanOfManifest, ActorsSizesAreRefusedInTheTrainersWords) {
       "says tp 2, but the RLJob (--layout) says 4");
 }
 
+TEST(PlanOfManifest, StagesMayBeUneven) {
+  EXPECT_MENTIONS(plan_of("  model: {source: Qwen/Qwen3-235B-A22B}\n  config:\n    path: configs/qwen3_30b_a3b.yaml\n"
+                          "    overrides: [policy.megatron_cfg.num_layers_in_first_pipeline_stage=11, "
+                          "policy.megatron_cfg.num_layers_in_last_pipeline_stage=11]\n"
+                          "  roles:\n    actor: {replicas: 8, gpusPerPod: 8, parallelism: {tp: 2, ep: 8, pp: 8}}\n"),
+                  "tp=2,cp=1,ep=8,dp=4,pp=8,etp=1 (64 ranks)");
+}
+
 TEST(PlanOfManifest, ACriticOnPodsOfItsOwnHasTheSizesOfItsRole) {
   const std::string split = ", value.megatron_cfg.enabled=true, value.megatron_cfg.tensor_model_parallel_size=2";
   EXPECT_EQ(user_error_of([&] { plan_of(with_critic(split, "{}")); }),
