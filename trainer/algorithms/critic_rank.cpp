@@ -41,9 +41,10 @@ class CriticRank final {
     const at::Device device = choose_device(config_.cluster.device, options_.rendezvous.local_rank);
     check_transport(options_.transport, context_, device);
     const std::filesystem::path policy_dir = resolve_model(config_.policy.model_name, options_.hf_home);
-    const CriticModel found = find_critic(
-        config_, ModelConfig::load(policy_dir), *load_tokenizer(config_, options_.hf_home, policy_dir),
-        options_.hf_home, context_.layout(), ranks_of_node(config_, options_.rendezvous), context_.is_main());
+    const ModelRanks ranks{context_.layout(), ranks_of_node(config_, options_.rendezvous), device.is_cuda()};
+    const CriticModel found =
+        find_critic(config_, ModelConfig::load(policy_dir), *load_tokenizer(config_, options_.hf_home, policy_dir),
+                    options_.hf_home, ranks, context_.is_main());
     check_critic_fits(config_, found, context_.layout(), memory_of_a_rank(config_, device), context_.is_main());
     state_ = make_critic(found, options_.rendezvous.local_rank, context_);
     trainer_ = std::make_unique<CriticTrainer>(state_->config, *state_->model, *state_->optimizer, context_);

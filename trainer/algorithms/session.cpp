@@ -222,16 +222,15 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     fail_user("policy.model_name: " + model_dir.string() +
               " is a value or reward model (...ForSequenceClassification), which generates no text");
   const int64_t of_node = ranks_of_node(config, options.rendezvous);
-  if (const auto problem = split_problem(config, "policy", model, model_dir, context.layout(), of_node))
-    fail_user(*problem);
-  if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout(), of_node))
+  const bool gpus = choose_device(config.cluster.device, options.rendezvous.local_rank).is_cuda();
+  if (const auto problem = policy_problem(config, model.shape(), model_dir.string(), {context.layout(), of_node, gpus}))
     fail_user(*problem);
   if (const auto layout = generation_layout(config, context.layout())) context.set_generation(*layout);
   if (context.is_main()) {
     warn_of_spanned_nodes(config, model, context.layout(), of_node);
     warn_of_idle_context(config, context.layout());
+    if (const auto warning = balance_warning(config, "policy", model.shape())) log_warn("train", *warning);
   }
-  check_experts(config, model, model_dir, context.layout(), context.is_main());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);
@@ -241,7 +240,8 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     const Layout layout = critic_layout(config, ranks);
     const int64_t critics_of_node =
         critic_link != nullptr ? 0 : of_node;  // on ranks of its own it knows its node itself
-    critic_model = find_critic(config, model, *tokenizer, options.hf_home, layout, critics_of_node, context.is_main());
+    critic_model =
+        find_critic(config, model, *tokenizer, options.hf_home, {layout, critics_of_node, gpus}, context.is_main());
   }
   const std::optional<RewardModelFolder> scorer = find_reward_model(config, model, *tokenizer, options.hf_home);
   check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),

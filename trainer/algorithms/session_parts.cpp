@@ -10,7 +10,6 @@
 #include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "topology/combine_blocks.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/refit.h"
 #include "trainer/ops/experts.h"
@@ -190,54 +189,6 @@ int64_t ranks_of_node(const Config& config, const RendezvousOptions& ranks) {
   return ranks.local_world > 0 ? ranks.local_world : config.cluster.processes;
 }
 
-std::optional<std::string> split_problem(const Config& config, const std::string& section, const ModelConfig& model,
-                                         const std::filesystem::path& dir, const Layout& layout, int64_t of_node) {
-  const ModelShape shape = model.shape();
-  const LayoutReport report = check_layout(layout, {.gpus_per_node = of_node,
-                                                    .shape = &shape,
-                                                    .stages = stage_options(config),
-                                                    .stage_section = section + ".megatron_cfg."});
-  if (!report.ok()) {
-    const std::string& error = report.errors.front();
-    const std::string axis = error.substr(0, error.find(' '));
-    const bool named = axis == "tp" || axis == "pp" || axis == "cp" || axis == "ep" || axis == "etp";
-    return (named ? replace_all(parallel_size_key(config, axis), "policy.", section + ".") + ": " : "") +
-           "the model of " + dir.string() + " cannot be split so: " + error;
-  }
-  // Stages have several micro-batches under way, each at a place of its own: they would free nothing.
-  if (layout.pp == 1 || state_sharding(config) < StateSharding::kGradients) return std::nullopt;
-  return "optim_grads and optim_grads_params (" + section +
-         ".dtensor_cfg.enabled means the latter) share no state over " + std::to_string(layout.pp) +
-         " pipeline stages; set " + section +
-         ".megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy to no_shard or optim";
-}
-
-void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
-                   const Layout& layout, bool main) {
-  if (model.num_experts == 0) return;
-  const MegatronConfig& m = router_settings(config);
-  for (const std::string& problem :
-       combine_block_problems(model.num_experts, config.policy.moe_combine_blocks, layout.ep))
-    fail_user("the model of " + dir.string() + " cannot be split so: " + problem);
-  if (m.moe_router_load_balancing_type != "none") {
-    const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
-    if (m.freeze_moe_router)
-      fail_user(key + ", but policy.megatron_cfg.freeze_moe_router keeps routers from being trained: set one of them");
-    if (config.grpo.early_gradients)
-      fail_user(key + ", whose means are over whole optimizer steps: switch grpo.early_gradients off");
-  }
-  if (main && (m.moe_router_load_balancing_type == "none") != (m.moe_aux_loss_coeff == 0)) {
-    log_warn("train", "experts are not balanced: policy.megatron_cfg.moe_router_load_balancing_type is " +
-                          m.moe_router_load_balancing_type + ", moe_aux_loss_coeff " +
-                          std::to_string(m.moe_aux_loss_coeff) + "; a loss takes both");
-  }
-  if (m.moe_router_bias_update_rate > 0) {
-    fail_user(
-        "policy.megatron_cfg.moe_router_bias_update_rate above 0 is not supported: experts are chosen without a "
-        "bias");
-  }
-}
-
 void check_vocabulary(const std::string& key, const std::string& dir, const ModelConfig& model,
                       const ModelConfig& policy, const Tokenizer& tokenizer, const std::string& who) {
   // One vocabulary may be padded to several sizes.
@@ -250,18 +201,18 @@ void check_vocabulary(const std::string& key, const std::string& dir, const Mode
 }
 
 CriticModel find_critic(const Config& config, const ModelConfig& policy, const Tokenizer& tokenizer,
-                        const std::filesystem::path& hf_home, const Layout& layout, int64_t of_node, bool main) {
+                        const std::filesystem::path& hf_home, const ModelRanks& ranks, bool main) {
   const std::filesystem::path folder = resolve_model(config.value.model_name, hf_home);
-  CriticModel critic{critic_config(config), ModelConfig::load(folder).with_value_head(), folder, layout};
+  CriticModel critic{critic_config(config), ModelConfig::load(folder).with_value_head(), folder, ranks.layout};
   const std::string dir = folder.string();
   if (critic.config.policy.max_total_sequence_length > critic.model.positions()) {
     fail_user("value.max_total_sequence_length is " + std::to_string(critic.config.policy.max_total_sequence_length) +
               " but the model of " + dir + " has " + std::to_string(critic.model.positions()) + " positions");
   }
   check_vocabulary("value.model_name", dir, critic.model, policy, tokenizer, "the critic");
-  if (const auto problem = split_problem(critic.config, "value", critic.model, critic.dir, layout, of_node))
-    fail_user(*problem);
-  check_experts(critic.config, critic.model, critic.dir, layout, main);
+  const ModelShape shape = critic.model.shape();
+  if (const auto problem = model_problem(critic.config, "value", shape, dir, ranks)) fail_user(*problem);
+  if (const auto warning = balance_warning(critic.config, "value", shape); warning && main) log_warn("train", *warning);
   return critic;
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "trainer/algorithms/fit.h"
+#include "trainer/algorithms/model_problem.h"
 #include "trainer/algorithms/session.h"
 
 namespace trireme {
@@ -46,22 +47,14 @@ const Config& with_its_device(const Config& config, const TrainOptions& options)
 void check_transport(const TransportCheck& check, ParallelContext& context, at::Device device);
 // Ranks that share a node: as they were started, else as the configuration says.
 int64_t ranks_of_node(const Config& config, const RendezvousOptions& ranks);
-// Before weights are read: what tensor ranks share must divide among them, and they share a node of `of_node` ranks;
-// layers must divide among stages, of which several share no gradients. What is wrong, by the keys of `section`, policy
-// or value; `config` has them as the policy's.
-std::optional<std::string> split_problem(const Config& config, const std::string& section, const ModelConfig& model,
-                                         const std::filesystem::path& dir, const Layout& layout, int64_t of_node);
-// Likewise. Of a mixture of experts: what is asked for and cannot be.
-void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
-                   const Layout& layout, bool main);
 // Of a model that reads what the policy writes.
 void check_vocabulary(const std::string& key, const std::string& dir, const ModelConfig& model,
                       const ModelConfig& policy, const Tokenizer& tokenizer, const std::string& who);
 
-// The critic's configuration and model, before its weights are read: positions, experts, vocabulary and how its ranks
-// split it are checked.
+// The critic's configuration and model, before its weights are read: positions, vocabulary and what model_problem says
+// of its ranks are checked.
 CriticModel find_critic(const Config& config, const ModelConfig& policy, const Tokenizer& tokenizer,
-                        const std::filesystem::path& hf_home, const Layout& layout, int64_t of_node, bool main);
+                        const std::filesystem::path& hf_home, const ModelRanks& ranks, bool main);
 // Its weights and optimizer on the ranks of `context`, in its own layout, whatever theirs is. Collective.
 std::unique_ptr<CriticState> make_critic(const CriticModel& critic, int local_rank, ParallelContext& context);
 // Of a new run: what ppo.warm_start_value_checkpoint names, if anything.

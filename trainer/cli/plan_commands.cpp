@@ -13,9 +13,9 @@
 #include "topology/combine_blocks.h"
 #include "topology/plan.h"
 #include "trainer/algorithms/engine_layout.h"
+#include "trainer/algorithms/model_problem.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/plan_inputs.h"
-#include "trainer/algorithms/refit.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
 #include "trainer/cli/plan_report.h"
@@ -371,11 +371,27 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
   if (work.generates) print_line(std::cout, "optimizer steps of a rollout", std::to_string(work.optimizer_steps));
 }
 
-// What the trainer of this version lacks for the layout.
+// Why the trainer of this version would refuse the layout before it loads weights.
 std::vector<std::string> missing(const PlanContext& context, const Layout& layout) {
   std::vector<std::string> reasons;
-  if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout,
-                                              context.check.gpus_per_node))
+  const Config& config = context.config;
+  ModelRanks ranks{layout, context.check.gpus_per_node, to_lower(config.cluster.device) != "cpu",
+                   context.options.sharding};
+  if (const auto problem = policy_problem(config, context.shape, config.policy.model_name, ranks))
+    reasons.push_back(*problem);
+  const PlannedModel* critic = context.critic();
+  if (critic == nullptr) return reasons;
+  if (context.critic_apart) {
+    ranks.layout = context.of_critic;
+    ranks.of_node = context.critics_of_node;
+  } else {
+    ranks.layout = critic->layout;
+    ranks.layout.dp = derive_dp(critic->layout, layout.world()).value_or(0);
+    if (ranks.layout.dp == 0) return reasons;  // the plan says that they cannot be divided so
+  }
+  ranks.sharding = critic->options.sharding;
+  const std::string& name = config.value.model_name;
+  if (const auto problem = model_problem(critic_config(config), "value", critic->shape, name, ranks))
     reasons.push_back(*problem);
   return reasons;
 }

@@ -3,9 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/unit/errors.h"
-#include "tests/unit/model/tiny.h"
-
 namespace trireme {
 namespace {
 
@@ -27,34 +24,12 @@ TEST(SessionParts, TheDevicesAreToldOfEveryModelOfTheProcess) {
 }
 
 // As many ranks as were started on the node count, whatever the configuration says.
-TEST(SessionParts, TensorRanksShareANode) {
-  const Config config = load_config_text("", {"cluster.gpus_per_node=4", "policy.megatron_cfg.enabled=true",
-                                              "policy.megatron_cfg.tensor_model_parallel_size=4"});
+TEST(SessionParts, RanksOfANodeAreThoseThatWereStarted) {
+  const Config config = load_config_text("", {"cluster.gpus_per_node=4"});
   RendezvousOptions ranks;
   EXPECT_EQ(ranks_of_node(config, ranks), 4);
   ranks.local_world = 2;
   EXPECT_EQ(ranks_of_node(config, ranks), 2);
-  ModelConfig model = test::tiny_config({.layers = 2});
-  model.num_heads = model.num_kv_heads = 4;
-  model.intermediate_size = 64;
-  const Layout layout{.tp = 4};
-  EXPECT_EQ(split_problem(config, "policy", model, "model", layout, 4), std::nullopt);
-  const std::string problem = split_problem(config, "policy", model, "model", layout, 2).value_or("");
-  EXPECT_MENTIONS(problem, "policy.megatron_cfg.tensor_model_parallel_size: the model of model cannot be split so: ");
-  EXPECT_MENTIONS(problem, "tp 4 does not divide the 2 GPUs of a node (tensor parallel ranks must share a node)");
-}
-
-// By its whole key, of policy or value.
-TEST(SessionParts, UnevenStagesAreRefusedByTheirKeys) {
-  const Config config = load_config_text("", {"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
-                                              "policy.megatron_cfg.pipeline_model_parallel_size=2",
-                                              "policy.megatron_cfg.num_layers_in_last_pipeline_stage=3"});
-  const ModelConfig model = test::tiny_config({.layers = 2});
-  for (const std::string section : {"policy", "value"}) {
-    const std::string problem = split_problem(config, section, model, "model", {.pp = 2}, 2).value_or("");
-    EXPECT_MENTIONS(problem, "the model of model cannot be split so: " + section +
-                                 ".megatron_cfg.num_layers_in_last_pipeline_stage 3 is no number of layers");
-  }
 }
 
 }  // namespace

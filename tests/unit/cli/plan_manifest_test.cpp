@@ -1,12 +1,9 @@
 // trireme plan -f: of an RLJob, by the sizes of its roles, and what of them the trainer would refuse.
 #include <gtest/gtest.h>
 
-#include <iostream>
-#include <sstream>
-
 #include "base/fs.h"
+#include "tests/unit/cli/plan_command.h"
 #include "tests/unit/errors.h"
-#include "trainer/cli/commands.h"
 #include "trainer/cli/role_layout.h"
 
 namespace trireme {
@@ -14,34 +11,14 @@ namespace {
 
 using test::user_error_of;
 
-// What is written to std::cout while it lives.
-class Printed final {
- public:
-  Printed() : before_(std::cout.rdbuf(text_.rdbuf())) {}
-  ~Printed() { std::cout.rdbuf(before_); }
-  Printed(const Printed&) = delete;
-  Printed& operator=(const Printed&) = delete;
-  std::string text() const { return text_.str(); }
-
- private:
-  std::ostringstream text_;
-  std::streambuf* before_;
-};
-
 // What `trireme plan -f` prints of a job: `job` is the manifest's lines below spec.
 std::string plan_of(const std::string& job, const std::vector<std::string>& overrides = {}) {
   const TemporaryDirectory dir;
   const std::string file = (dir.path() / "job.yaml").string();
   write_file_atomic(file, "apiVersion: trireme.dev/v1alpha1\nkind: RLJob\nmetadata: {name: planned}\nspec:\n" + job);
-  CLI::App app;
-  CommandContext context;
-  add_plan_commands(app, context);
-  std::vector<std::string> arguments(overrides.rbegin(), overrides.rend());  // which CLI11 takes from its end
-  for (const std::string& word : {file, std::string("-f"), std::string("plan")}) arguments.push_back(word);
-  app.parse(arguments);
-  const Printed printed;
-  context.run();
-  return printed.text();
+  std::vector<std::string> arguments = {"-f", file};
+  arguments.insert(arguments.end(), overrides.begin(), overrides.end());
+  return test::plan(arguments);
 }
 
 // Of an actor on 64 GPUs; the configuration says tp 4 and pp 4.
