@@ -212,9 +212,9 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check) {
   return report;
 }
 
-std::vector<Layout> legal_layouts(const LayoutCheck& check) {
+std::vector<Layout> legal_layouts(const LayoutCheck& check, int64_t etp) {
   std::vector<Layout> found;
-  if (check.world < 1 || check.world > kMaxWorld) return found;
+  if (check.world < 1 || check.world > kMaxWorld || etp < 1 || etp > kMaxSize) return found;
   const int64_t node = check.gpus_per_node > 0 ? std::min(check.gpus_per_node, check.world) : check.world;
   LegalValues legal = legal_values(check.world, node, check.shape, check.stages);
   if (!check.shape || check.shape->experts == 0) legal.ep = {1};
@@ -222,9 +222,9 @@ std::vector<Layout> legal_layouts(const LayoutCheck& check) {
     for (const int64_t cp : legal.cp) {
       for (const int64_t pp : legal.pp) {
         for (const int64_t ep : legal.ep) {
-          Layout layout{.tp = tp, .cp = cp, .ep = ep, .pp = pp};
+          Layout layout{.tp = tp, .cp = cp, .ep = ep, .pp = pp, .etp = etp};
           const auto dp = derive_dp(layout, check.world);
-          if (!dp || check.world % (ep * pp) != 0) continue;
+          if (!dp || check.world % (etp * ep * pp) != 0) continue;
           layout.dp = *dp;
           if (check_layout(layout, check).ok()) found.push_back(layout);
         }

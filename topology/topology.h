@@ -93,9 +93,9 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check);
 // dp of a layout whose other sizes are given, or nothing if world is not divisible by tp * cp * pp.
 std::optional<int64_t> derive_dp(const Layout& layout, int64_t world);
 
-// All legal layouts of check.world ranks with etp 1 (ep > 1 only if the shape has experts), smallest tp * cp * pp
+// All legal layouts of check.world ranks with this etp (ep > 1 only if the shape has experts), smallest tp * cp * pp
 // first.
-std::vector<Layout> legal_layouts(const LayoutCheck& check);
+std::vector<Layout> legal_layouts(const LayoutCheck& check, int64_t etp = 1);
 
 std::vector<int64_t> divisors(int64_t number);  // ascending
 

@@ -83,13 +83,15 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
   check.gpus_per_node = std::min<int64_t>(config.cluster.processes, check.world);
   check.shape = &shape;
   check.stages = options.stages;
-  const std::vector<LayoutPlan> others = rank_layouts(shape, legal_layouts(check), work, options, devices, models);
+  const std::vector<LayoutPlan> others =
+      rank_layouts(shape, legal_layouts(check, layout.etp), work, options, devices, models);
   const auto least = std::min_element(others.begin(), others.end(), [&](const LayoutPlan& a, const LayoutPlan& b) {
     return least_of(a, memory.gpu) < least_of(b, memory.gpu);
   });
   std::string advice = "; more ranks, or less of policy.sequence_packing and policy.generation, make it smaller";
   if (least != others.end()) {
-    advice = "; of all layouts of " + std::to_string(check.world) + " ranks " + to_string(least->layout) +
+    advice = "; of all layouts of " + std::to_string(check.world) + " ranks" +
+             (layout.etp > 1 ? " with etp " + std::to_string(layout.etp) : "") + " " + to_string(least->layout) +
              " wants least, " + size_text(least_of(*least, memory.gpu));
   }
   fail_user(wants + advice + " (trireme plan --gpus N shows them all)");

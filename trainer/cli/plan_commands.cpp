@@ -256,8 +256,13 @@ bool deals_batches(const Config& config, const Workload& work, const Layout& lay
   return config.policy.train_global_batch_size % (layout.dp * of_batch) == 0;
 }
 
-// All legal layouts. Only those with the sizes that the configuration names where `named`, which is where others of it
-// are auto.
+// The ranks that share each expert: as configured, in all layouts of a call. Other sizes give other bits.
+int64_t expert_tensor_size(const PlanContext& context) {
+  return context.of_actor ? context.of_actor->etp : parallel_sizes(context.config).expert_tensor;
+}
+
+// All legal layouts of that size. Only those with the sizes that the configuration names where `named`, which is where
+// others of it are auto.
 std::vector<Layout> layouts_of(const PlanContext& context, bool named) {
   const Config& config = context.config;
   const std::vector<std::string> open = auto_sizes(config);
@@ -272,13 +277,19 @@ std::vector<Layout> layouts_of(const PlanContext& context, bool named) {
            (l.ep == fixed.ep || is_open("expert_model_parallel_size") || is_open("expert_parallel_size"));
   };
   std::vector<Layout> layouts;
-  for (const Layout& layout : legal_layouts(context.check)) {
+  for (const Layout& layout : legal_layouts(context.check, expert_tensor_size(context))) {
     const bool blocks =
         context.shape.experts == 0 ||
         combine_block_problems(context.shape.experts, config.policy.moe_combine_blocks, layout.ep).empty();
     if (blocks && deals_batches(config, context.work, layout) && (!named || agrees(layout))) layouts.push_back(layout);
   }
   return layouts;
+}
+
+// What all of them have, where it is not usual.
+std::string with_expert_tensor(const PlanContext& context) {
+  const int64_t size = expert_tensor_size(context);
+  return size == 1 ? "" : " with etp " + std::to_string(size) + " (" + parallel_size_key(context.config, "etp") + ")";
 }
 
 LayoutPlan plan_of(const PlanContext& context, const Layout& layout) {
@@ -406,7 +417,7 @@ int print_ranking(const PlanContext& context) {
   }
   if (ranked.empty()) {
     fail_user("there is no legal layout of " + std::to_string(context.check.world) + " ranks" +
-              (context.shares_engines ? ", nor of fewer beside more engines" : ""));
+              with_expert_tensor(context) + (context.shares_engines ? ", nor of fewer beside more engines" : ""));
   }
   print_plans(std::cout, ranked, context.devices);
   if (fits) return 0;
@@ -420,7 +431,8 @@ void settle_sizes(PlanContext& context) {
   if (open.empty()) return;
   const std::vector<LayoutPlan> plans = legal_plans(context, true);
   if (plans.empty() || !plans.front().fits()) {
-    fail_user(join(open, ", ") + ": auto, but no layout of " + std::to_string(context.check.world) + " ranks fits" +
+    fail_user(join(open, ", ") + ": auto, but no layout of " + std::to_string(context.check.world) + " ranks" +
+              with_expert_tensor(context) + " fits" +
               (plans.empty() ? "" : "; " + nearest_text(plans.front(), context.devices)));
   }
   const Layout& best = plans.front().layout;
@@ -534,10 +546,10 @@ void add_plan_commands(CLI::App& app, CommandContext& context) {
                      "an RLJob manifest instead: its configuration, with the sizes of its roles")
         ->excludes(config);
     verb->add_option("overrides", arguments->overrides, "key.sub=value");
-    verb->add_option(
-            "--gpus", arguments->gpus,
-            "rank all legal layouts of this many GPUs; with generation in other processes, also every split between "
-            "training and engines")
+    verb->add_option("--gpus", arguments->gpus,
+                     "rank all legal layouts of this many GPUs, with the configured expert tensor size; with "
+                     "generation in other processes, also every split between "
+                     "training and engines")
         ->check(CLI::PositiveNumber);
     verb->add_option("--gpu-memory", arguments->gpu_memory_gib, "GiB per GPU (default: that of --gpu)")
         ->check(CLI::PositiveNumber);

@@ -46,6 +46,16 @@ TEST(Fit, ARewardModelIsThereWholeBesideTheRest) {
   EXPECT_EQ(error.find("critic's"), std::string::npos);
 }
 
+TEST(Fit, AdviceKeepsTheExpertTensorSize) {
+  const Config config = load_config_text("", {"policy.precision=float32", "cluster.gpus_per_node=2"});
+  const ModelConfig model = test::tiny_config({.family = ModelFamily::kQwen3Moe, .layers = 2});
+  const std::string error = test::user_error_of([&] {
+    check_fits(config, model, "policy", {.dp = 2, .etp = 2}, {1, false}, false);
+  });
+  EXPECT_MENTIONS(error, "; of all layouts of 2 ranks with etp 2 tp=");
+  EXPECT_EQ(error.find("etp=1"), std::string::npos) << error;
+}
+
 TEST(Fit, ACriticsTrainingStateIsThereBesideTheRest) {
   const Config config = load_config_text("", {"algorithm=ppo", "policy.precision=float32"});
   const ModelConfig model = test::tiny_config({.layers = 2});

@@ -52,5 +52,26 @@ TEST(PlanCommand, ACriticIsJudgedToo) {
   EXPECT_MENTIONS(verdict("ppo_gsm8k_1.5b", apart), "cannot run it: value.megatron_cfg.moe_router_bias_update_rate");
 }
 
+TEST(PlanCommand, LayoutsKeepTheExpertTensorSize) {
+  const auto of = [](const std::string& recipe, const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = {"--config", "configs/" + recipe + ".yaml",
+                                          "policy.megatron_cfg.expert_tensor_parallel_size=2"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return test::plan(arguments);
+  };
+  const std::string ranking = of("qwen3_30b_a3b", {"--gpus", "16"});
+  EXPECT_MENTIONS(ranking, ",etp=2");
+  EXPECT_EQ(ranking.find(",etp=1"), std::string::npos) << ranking;
+  const std::string chosen =
+      of("qwen3_30b_a3b", {"cluster.num_nodes=2", "policy.megatron_cfg.expert_model_parallel_size=auto"});
+  EXPECT_MENTIONS(chosen, ",etp=2 is the fastest of ");
+  EXPECT_MENTIONS(chosen, ",etp=2 (16 ranks)");
+  EXPECT_EQ(chosen.find(",etp=1"), std::string::npos) << chosen;
+  EXPECT_EQ(test::user_error_of([&] {
+              of("llama3.1_8b", {"--gpus", "8"});
+            }),
+            "there is no legal layout of 8 ranks with etp 2 (policy.megatron_cfg.expert_tensor_parallel_size)");
+}
+
 }  // namespace
 }  // namespace trireme

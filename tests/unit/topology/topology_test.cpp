@@ -279,14 +279,20 @@ TEST(Validity, ContextAndExpertsAcrossNodesOnlyWarn) {
 TEST(Validity, LegalLayoutsAreExactlyThoseThatPass) {
   const ModelShape moe = *known_model_shape("Qwen3-30B-A3B");
   const LayoutCheck check{.world = 16, .gpus_per_node = 8, .shape = &moe};
-  std::set<std::string> expected;
-  for (const Layout& layout : every_layout(16)) {
-    if (layout.etp == 1 && check_layout(layout, check).ok()) expected.insert(to_string(layout));
+  for (const int64_t etp : {1, 2, 8}) {
+    std::set<std::string> expected;
+    for (const Layout& layout : every_layout(16)) {
+      if (layout.etp == etp && check_layout(layout, check).ok()) expected.insert(to_string(layout));
+    }
+    std::set<std::string> actual;
+    for (const Layout& layout : legal_layouts(check, etp)) actual.insert(to_string(layout));
+    EXPECT_EQ(actual, expected) << etp;
+    EXPECT_FALSE(expected.empty()) << etp;
   }
-  std::set<std::string> actual;
-  for (const Layout& layout : legal_layouts(check)) actual.insert(to_string(layout));
-  EXPECT_EQ(actual, expected);
-  EXPECT_FALSE(expected.empty());
+  EXPECT_EQ(legal_layouts(check), legal_layouts(check, 1));
+  const ModelShape dense = *known_model_shape("Qwen3-8B");
+  EXPECT_TRUE(legal_layouts({.world = 16, .shape = &dense}, 2).empty());
+  for (const int64_t none : {0, 3, 16}) EXPECT_TRUE(legal_layouts(check, none).empty()) << none;
   EXPECT_EQ(derive_dp({.tp = 4, .pp = 4}, 64), 4);
   EXPECT_FALSE(derive_dp({.tp = 3}, 64));
 }
