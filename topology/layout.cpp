@@ -1,5 +1,6 @@
 // Text form and validity of a layout.
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "base/error.h"
@@ -59,29 +60,45 @@ void check_one(const char* axis, int64_t size, int64_t of, const std::string& wh
                    what + "; legal values of " + axis + " here: " + list(legal));
 }
 
-// "tp 4 x cp 1 x pp 3 = 12 does not divide ...; with the other two as they are, tp can be 1, 2; ..."
+int64_t saturating_product(int64_t a, int64_t b) {
+  int64_t result = 0;
+  return __builtin_mul_overflow(a, b, &result) ? std::numeric_limits<int64_t>::max() : result;
+}
+
+// Adds to `problems` where the sizes of a grid, each beside the values that it may have, do not divide the ranks.
 void check_product(const Layout& layout, const std::vector<std::pair<Field, std::vector<int64_t>>>& axes, int64_t world,
-                   std::vector<std::string>& errors) {
-  int64_t product = 1;
-  std::vector<std::string> factors;
+                   std::vector<ProductProblem>& problems) {
+  ProductProblem problem;
   for (const auto& [field, legal] : axes) {
-    product *= layout.*field.member;
-    factors.push_back(std::string(field.name) + " " + std::to_string(layout.*field.member));
+    const int64_t size = layout.*field.member;
+    problem.product = saturating_product(problem.product, size);
+    problem.sizes.push_back({field.name, size, {}});
   }
-  if (world % product == 0) return;
-  std::vector<std::string> hints;
-  for (const auto& [field, legal] : axes) {
-    const int64_t others = product / (layout.*field.member);
-    std::vector<int64_t> fitting;
-    for (const int64_t value : legal) {
-      if (world % (others * value) == 0) fitting.push_back(value);
-    }
-    if (!fitting.empty()) hints.push_back(std::string(field.name) + " can be " + list(fitting));
+  if (world % problem.product == 0) return;
+  for (size_t i = 0; i < axes.size(); ++i) {
+    int64_t others = 1;
+    for (size_t j = 0; j < axes.size(); ++j)
+      if (j != i) others = saturating_product(others, problem.sizes[j].size);
+    for (const int64_t value : axes[i].second)
+      if (world % saturating_product(others, value) == 0) problem.sizes[i].legal.push_back(value);
   }
-  errors.push_back(join(factors, " x ") + " = " + std::to_string(product) + " does not divide the " +
-                   std::to_string(world) + " ranks" +
-                   (hints.empty() ? "; the product can be " + list(divisors(world))
-                                  : "; with the others as they are, " + join(hints, ", or ")));
+  problem.ranks = std::to_string(world) + " ranks";
+  if (world <= kMaxWorld) problem.legal = divisors(world);
+  problems.push_back(std::move(problem));
+}
+
+std::vector<ProductProblem> find_product_problems(const Layout& layout, int64_t world, const LegalValues& legal) {
+  const Field tp{"tp", &Layout::tp}, cp{"cp", &Layout::cp}, pp{"pp", &Layout::pp}, ep{"ep", &Layout::ep},
+      etp{"etp", &Layout::etp};
+  std::vector<ProductProblem> problems;
+  check_product(layout, {{tp, legal.tp}, {cp, legal.cp}, {pp, legal.pp}}, world, problems);
+  if (layout.ep > 1 || layout.etp > 1)
+    check_product(layout, {{etp, legal.etp}, {ep, legal.ep}, {pp, legal.pp}}, world, problems);
+  return problems;
+}
+
+int64_t node_of(int64_t gpus_per_node, int64_t world) {
+  return gpus_per_node > 0 ? std::min(gpus_per_node, world) : world;
 }
 
 }  // namespace
@@ -115,6 +132,25 @@ Layout parse_layout(std::string_view text) {
     layout.*(field->member) = *value;
   }
   return layout;
+}
+
+std::string to_string(const ProductProblem& problem) {
+  std::vector<std::string> factors, hints;
+  for (const ProductProblem::Size& size : problem.sizes) {
+    factors.push_back(size.name + " " + std::to_string(size.size));
+    if (!size.legal.empty()) hints.push_back(size.name + " can be " + list(size.legal));
+  }
+  const bool alone = factors.size() == 1;
+  std::string text = join(factors, " x ") + (alone ? "" : " = " + std::to_string(problem.product)) +
+                     " does not divide the " + problem.ranks;
+  if (!hints.empty()) return text + (alone ? "; " : "; with the others as they are, ") + join(hints, ", or ");
+  return problem.legal.empty() ? text : text + "; the product can be " + list(problem.legal);
+}
+
+std::vector<ProductProblem> product_problems(const Layout& layout, int64_t world, int64_t gpus_per_node) {
+  LegalValues legal;
+  if (world <= kMaxWorld) legal = legal_values(world, node_of(gpus_per_node, world), nullptr, {});
+  return find_product_problems(layout, world, legal);
 }
 
 std::vector<int64_t> divisors(int64_t number) {
@@ -158,7 +194,7 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check) {
     return report;
   }
   const int64_t world = check.world > 0 ? check.world : layout.world();
-  const int64_t node = check.gpus_per_node > 0 ? std::min(check.gpus_per_node, world) : world;
+  const int64_t node = node_of(check.gpus_per_node, world);
   const ModelShape none;
   const ModelShape& model = check.shape ? *check.shape : none;
   const LegalValues legal = legal_values(world, node, check.shape, check.stages);
@@ -185,12 +221,8 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check) {
               errors);
     check_one("etp", layout.etp, model.moe_intermediate, "rows of an expert", legal.etp, errors);
   }
-  const Field tp{"tp", &Layout::tp}, cp{"cp", &Layout::cp}, pp{"pp", &Layout::pp}, ep{"ep", &Layout::ep},
-      etp{"etp", &Layout::etp};
-  check_product(layout, {{tp, legal.tp}, {cp, legal.cp}, {pp, legal.pp}}, world, errors);
-  if (layout.ep > 1 || layout.etp > 1) {
-    check_product(layout, {{etp, legal.etp}, {ep, legal.ep}, {pp, legal.pp}}, world, errors);
-  }
+  for (const ProductProblem& problem : find_product_problems(layout, world, legal))
+    errors.push_back(to_string(problem));
   if (errors.empty() && model_parallel * layout.dp != world) {
     errors.push_back("dp " + std::to_string(layout.dp) + " gives " + std::to_string(layout.world()) + " ranks, not " +
                      std::to_string(world) + "; dp must be " + std::to_string(world / model_parallel));
@@ -215,7 +247,7 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check) {
 std::vector<Layout> legal_layouts(const LayoutCheck& check, int64_t etp) {
   std::vector<Layout> found;
   if (check.world < 1 || check.world > kMaxWorld || etp < 1 || etp > kMaxSize) return found;
-  const int64_t node = check.gpus_per_node > 0 ? std::min(check.gpus_per_node, check.world) : check.world;
+  const int64_t node = node_of(check.gpus_per_node, check.world);
   LegalValues legal = legal_values(check.world, node, check.shape, check.stages);
   if (!check.shape || check.shape->experts == 0) legal.ep = {1};
   for (const int64_t tp : legal.tp) {

@@ -90,6 +90,24 @@ struct LayoutReport {
 
 LayoutReport check_layout(const Layout& layout, const LayoutCheck& check);
 
+// Sizes of one grid, tp x cp x pp or etp x ep x pp, whose product does not divide the ranks.
+struct ProductProblem {
+  struct Size {
+    std::string name;  // of the axis
+    int64_t size = 1;
+    std::vector<int64_t> legal;  // with the others as they are; none: another size must change
+  };
+  std::vector<Size> sizes;
+  int64_t product = 1;         // the largest number there is where it is above that
+  std::string ranks;           // "8 ranks"
+  std::vector<int64_t> legal;  // products; none where there are more ranks than can be
+};
+// Nothing where both products divide `world`. Of any sizes and ranks above 0; their sentences are check_layout's.
+std::vector<ProductProblem> product_problems(const Layout& layout, int64_t world, int64_t gpus_per_node = 0);
+// "tp 4 x cp 1 x pp 3 = 12 does not divide the 8 ranks; with the others as they are, tp can be ...". Whoever knows the
+// sizes by other names may have put these in, and left sizes out.
+std::string to_string(const ProductProblem& problem);
+
 // dp of a layout whose other sizes are given, or nothing if world is not divisible by tp * cp * pp.
 std::optional<int64_t> derive_dp(const Layout& layout, int64_t world);
 

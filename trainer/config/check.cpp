@@ -5,6 +5,7 @@
 
 #include "base/text.h"
 #include "base/url.h"
+#include "topology/topology.h"
 #include "trainer/config/config.h"
 #include "trainer/config/fields.h"
 #include "trainer/config/rules.h"
@@ -52,25 +53,32 @@ void check_optimizer_steps(const Config& c, Problems& out) {
   }
 }
 
+// By the keys of the sizes above 1: only these can be too large.
+config::Problem problem_of_product(const Config& c, ProductProblem product) {
+  std::erase_if(product.sizes, [](const ProductProblem::Size& size) { return size.size == 1; });
+  for (ProductProblem::Size& size : product.sizes) size.name = parallel_size_key(c, size.name);
+  const bool elsewhere = generates_elsewhere(c);
+  product.ranks += std::string(elsewhere ? " that train" : "") + " (cluster.num_nodes " + number(c.cluster.num_nodes) +
+                   " x cluster.processes " + number(c.cluster.processes) +
+                   (elsewhere ? ", without policy.generation.colocated.resources)" : ")");
+  // The first by which alone it could be put right.
+  const auto wrong = std::find_if(product.sizes.begin(), product.sizes.end(),
+                                  [](const ProductProblem::Size& size) { return !size.legal.empty(); });
+  return {(wrong == product.sizes.end() ? product.sizes.front() : *wrong).name, to_string(product)};
+}
+
 void check_batches(const Config& c, Problems& out) {
-  const bool sized = auto_sizes(c).empty();  // else nobody knows how many data parallel ranks there are
-  const int64_t dp = sized ? data_parallel_size(c) : 1;
   const ParallelSizes sizes = parallel_sizes(c);
-  const int64_t model = saturating_product(saturating_product(sizes.tensor, sizes.pipeline), sizes.context);
-  if (world_size(c) % model != 0) {
-    out.push_back({"cluster.num_nodes", number(world_size(c)) + " ranks (num_nodes " + number(c.cluster.num_nodes) +
-                                            " x processes " + number(c.cluster.processes) +
-                                            ") cannot be divided by tensor x pipeline x context parallel size " +
-                                            number(model)});
-    return;
+  const Layout layout{
+      .tp = sizes.tensor, .cp = sizes.context, .ep = sizes.expert, .pp = sizes.pipeline, .etp = sizes.expert_tensor};
+  bool dealt = true;
+  for (ProductProblem& product : product_problems(layout, world_size(c), c.cluster.processes)) {
+    dealt = dealt && product.sizes.front().name != "tp";  // else how many data parallel ranks there are is not known
+    out.push_back(problem_of_product(c, std::move(product)));
   }
-  const int64_t expert = saturating_product(saturating_product(sizes.expert_tensor, sizes.expert), sizes.pipeline);
-  if (world_size(c) % expert != 0) {
-    out.push_back({parallel_size_key(c, "ep"),
-                   number(world_size(c)) +
-                       " ranks cannot be divided by expert x expert tensor x pipeline parallel size " +
-                       number(expert)});
-  }
+  if (!dealt) return;
+  const bool sized = auto_sizes(c).empty();  // nor is it here
+  const int64_t dp = sized ? data_parallel_size(c) : 1;
   check_dealt(c, dp, out);
   check_optimizer_steps(c, out);
 }

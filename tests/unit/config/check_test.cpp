@@ -28,11 +28,6 @@ TEST(ConfigCheck, BatchArithmetic) {
           "1024 is more than the 512 samples of a step (num_prompts_per_step 32 x num_generations_per_prompt 16)"));
   EXPECT_THAT(load_error({"policy.train_global_batch_size=384"}), HasSubstr("384 does not divide the 512 samples"));
   EXPECT_THAT(load_error({"cluster.gpus_per_node=3"}), HasSubstr("cannot be divided by the 3 data parallel ranks"));
-  EXPECT_THAT(
-      load_error({"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true",
-                  "policy.megatron_cfg.tensor_model_parallel_size=3"}),
-      HasSubstr(
-          "8 ranks (num_nodes 1 x processes 8) cannot be divided by tensor x pipeline x context parallel size 3"));
   EXPECT_THAT(load_error({"policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"}),
               HasSubstr("cannot be divided by train_micro_batch_size 3 x 1"));
   EXPECT_EQ(load_error({"policy.train_micro_batch_size=3"}), "");  // packed rows need not divide
@@ -241,19 +236,42 @@ TEST(ConfigCheck, WhatRanksShareFollowsFromTheBackEnd) {
   EXPECT_EQ(shared({megatron, stages, "cluster.gpus_per_node=2", strategy + "no_shard"}), StateSharding::kNothing);
 }
 
-TEST(ConfigCheck, ExpertRanksDivideTheWorld) {
-  const std::vector<std::string> six = {"cluster.gpus_per_node=6", "policy.megatron_cfg.enabled=true",
-                                        "policy.train_global_batch_size=6"};
-  const auto with = [&](std::vector<std::string> more) {
-    more.insert(more.begin(), six.begin(), six.end());
-    return load_error(more);
+// With the key that is wrong first, and what each could be.
+TEST(ConfigCheck, ParallelSizesDivideTheRanks) {
+  const auto with = [](const std::string& gpus, std::vector<std::string> keys) {
+    for (std::string& key : keys) key.insert(0, "policy.megatron_cfg.");
+    keys.insert(keys.begin(), {"cluster.gpus_per_node=" + gpus, "policy.megatron_cfg.enabled=true",
+                               "policy.train_global_batch_size=" + gpus});
+    return load_error(keys);
   };
-  const std::string ep = "policy.megatron_cfg.expert_model_parallel_size=",
-                    etp = "policy.megatron_cfg.expert_tensor_parallel_size=";
-  EXPECT_THAT(with({ep + "4"}), HasSubstr("policy.megatron_cfg.expert_model_parallel_size: 6 ranks cannot be divided "
-                                          "by expert x expert tensor x pipeline parallel size 4"));
-  EXPECT_THAT(with({ep + "2", etp + "2"}), HasSubstr("pipeline parallel size 4"));
-  EXPECT_THAT(with({ep + "3"}), Not(HasSubstr("cannot be divided by expert")));
+  const std::string tp = "tensor_model_parallel_size", cp = "context_parallel_size",
+                    pp = "pipeline_model_parallel_size", ep = "expert_model_parallel_size",
+                    etp = "expert_tensor_parallel_size", mega = "policy.megatron_cfg.";
+  EXPECT_THAT(with("8", {tp + "=3"}),
+              HasSubstr(mega + tp + ": " + mega + tp + " 3 does not divide the 8 ranks (cluster.num_nodes 1 x " +
+                        "cluster.processes 8); " + mega + tp + " can be 1, 2, 4, 8"));
+  EXPECT_THAT(with("8", {tp + "=4", pp + "=4"}),
+              HasSubstr(mega + tp + ": " + mega + tp + " 4 x " + mega + pp + " 4 = 16 does not divide the 8 ranks " +
+                        "(cluster.num_nodes 1 x cluster.processes 8); with the others as they are, " + mega + tp +
+                        " can be 1, 2, or " + mega + pp + " can be 1, 2"));
+  EXPECT_THAT(with("8", {tp + "=2", cp + "=3"}),
+              HasSubstr(mega + cp + ": " + mega + tp + " 2 x " + mega + cp + " 3 = 6 does not divide the 8 ranks"));
+  EXPECT_THAT(with("8", {cp + "=3", pp + "=5"}), HasSubstr("= 15 does not divide the 8 ranks (cluster.num_nodes 1 x "
+                                                           "cluster.processes 8); the product can be 1, 2, 4, 8"));
+  EXPECT_THAT(with("6", {ep + "=4"}),
+              HasSubstr(mega + ep + ": " + mega + ep + " 4 does not divide the 6 ranks (cluster.num_nodes 1 x " +
+                        "cluster.processes 6); " + mega + ep + " can be 1, 2, 3, 6"));
+  EXPECT_THAT(with("6", {ep + "=2", etp + "=2"}),
+              HasSubstr(mega + etp + ": " + mega + etp + " 2 x " + mega + ep + " 2 = 4 does not divide the 6 ranks"));
+  EXPECT_THAT(with("6", {ep + "=3"}), Not(HasSubstr("the 6 ranks")));
+  EXPECT_THAT(load_error({"cluster.gpus_per_node=8", "policy.dtensor_cfg.enabled=true",
+                          "policy.dtensor_cfg.tensor_parallel_size=3", "policy.generation.colocated.enabled=false",
+                          "policy.generation.colocated.resources.gpus_per_node=4"}),
+              HasSubstr("policy.dtensor_cfg.tensor_parallel_size 3 does not divide the 4 ranks that train "
+                        "(cluster.num_nodes 1 x cluster.processes 8, without policy.generation.colocated.resources); "
+                        "policy.dtensor_cfg.tensor_parallel_size can be 1, 2, 4"));
+  EXPECT_THAT(with("8", {tp + "=9000000000000000000", pp + "=9"}),
+              HasSubstr(" = 9223372036854775807 does not divide the 8 ranks"));
 }
 
 // NeMo-RL's key of its other back-end, where experts are shared by data parallel and context ranks too.

@@ -266,6 +266,29 @@ TEST(Validity, NamesTheLegalValues) {
           "etp 1 x ep 16 x pp 1 = 16 does not divide the 8 ranks; with the others as they are, ep can be 1, 2, 4, 8"));
 }
 
+TEST(Validity, ProductsAreJudgedOfAnySizes) {
+  EXPECT_TRUE(product_problems({.tp = 2, .ep = 4, .pp = 2}, 8).empty());
+  const std::vector<ProductProblem> both = product_problems({.tp = 4, .cp = 4, .ep = 16}, 8, 2);
+  ASSERT_EQ(both.size(), 2u);
+  EXPECT_EQ(to_string(both[0]),
+            "tp 4 x cp 4 x pp 1 = 16 does not divide the 8 ranks; with the others as they are, tp "
+            "can be 1, 2, or cp can be 1, 2");
+  EXPECT_EQ(both[0].sizes[0].legal, (std::vector<int64_t>{1, 2}));
+  EXPECT_TRUE(both[0].sizes[2].legal.empty());
+  ProductProblem one = both[1];
+  std::erase_if(one.sizes, [](const ProductProblem::Size& size) { return size.size == 1; });
+  one.sizes.front().name = "experts";
+  EXPECT_EQ(to_string(one), "experts 16 does not divide the 8 ranks; experts can be 1, 2, 4, 8");
+  const std::vector<ProductProblem> large = product_problems({.tp = INT64_MAX, .cp = INT64_MAX - 1, .pp = 7}, 9);
+  ASSERT_EQ(large.size(), 1u);
+  EXPECT_THAT(to_string(large[0]),
+              HasSubstr(" = 9223372036854775807 does not divide the 9 ranks; the product can be 1, "
+                        "3, 9"));
+  // More ranks than can be: no divisors are looked for.
+  EXPECT_EQ(to_string(product_problems({.tp = 2}, INT64_MAX).at(0)),
+            "tp 2 x cp 1 x pp 1 = 2 does not divide the 9223372036854775807 ranks");
+}
+
 TEST(Validity, ContextAndExpertsAcrossNodesOnlyWarn) {
   const LayoutReport cp = check_layout({.tp = 4, .cp = 4}, {.world = 16, .gpus_per_node = 8});
   EXPECT_TRUE(cp.ok());
