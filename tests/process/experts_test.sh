@@ -285,4 +285,10 @@ refused "a balancing loss with frozen routers" "freeze_moe_router keeps routers 
   policy.megatron_cfg.moe_router_load_balancing_type=aux_loss
 refused "a bias of the loss-free kind" "experts are chosen without a bias" 1 \
   policy.megatron_cfg.moe_router_bias_update_rate=0.001
+# A dense model has no routers: keys of a balancing loss get one warning, and the run goes on.
+run balanced_dense 2 policy.model_name="$dir/dense" policy.megatron_cfg.moe_router_load_balancing_type=aux_loss \
+  policy.megatron_cfg.moe_aux_loss_coeff=0.01 grpo.max_num_steps=1 >"$dir/out" 2>&1; code=$?
+[ $code = 0 ] && [ "$(grep -c "has no experts to balance" "$dir/out")" = 1 ] &&
+  ok "a balancing loss of a dense model is warned of once" || bad "a dense model's balancing loss: $code" \
+  "$(tail -5 "$dir/out")"
 finish

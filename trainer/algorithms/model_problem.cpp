@@ -84,13 +84,19 @@ std::optional<std::string> policy_problem(const Config& config, const ModelShape
   return generation_problem(config, shape, model, ranks.layout, ranks.of_node);
 }
 
-std::optional<std::string> balance_warning(const Config& config, const std::string& section, const ModelShape& shape) {
+std::optional<std::string> balance_warning(const Config& config, const std::string& section, const ModelShape& shape,
+                                           const std::string& model) {
   const MegatronConfig& m = router_settings(config);
-  if (shape.experts == 0 || (m.moe_router_load_balancing_type == "none") == (m.moe_aux_loss_coeff == 0))
-    return std::nullopt;
-  return "experts are not balanced: " + section + ".megatron_cfg.moe_router_load_balancing_type is " +
-         m.moe_router_load_balancing_type + ", moe_aux_loss_coeff " + std::to_string(m.moe_aux_loss_coeff) +
-         "; a loss takes both";
+  const bool kind = m.moe_router_load_balancing_type != "none", weight = m.moe_aux_loss_coeff != 0;
+  const std::string keys = section + ".megatron_cfg.moe_router_load_balancing_type is " +
+                           m.moe_router_load_balancing_type + ", moe_aux_loss_coeff " +
+                           format_double(m.moe_aux_loss_coeff);
+  if (shape.experts == 0) {
+    if (!kind && !weight) return std::nullopt;
+    return keys + ", which have no effect: the model of " + model + " has no experts to balance";
+  }
+  if (kind == weight) return std::nullopt;
+  return "experts are not balanced: " + keys + "; a loss takes both";
 }
 
 }  // namespace trireme

@@ -28,7 +28,9 @@ std::optional<std::string> model_problem(const Config& config, const std::string
 std::optional<std::string> policy_problem(const Config& config, const ModelShape& shape, const std::string& model,
                                           const ModelRanks& ranks);
 
-// What is asked of the routers of a model, by the keys of `section`, and does nothing; nothing where all of it does.
-std::optional<std::string> balance_warning(const Config& config, const std::string& section, const ModelShape& shape);
+// Of a balancing loss of experts that is asked for, by the keys of `section`, and does nothing; nothing where it does
+// what it says, or none is.
+std::optional<std::string> balance_warning(const Config& config, const std::string& section, const ModelShape& shape,
+                                           const std::string& model);
 
 }  // namespace trireme

@@ -229,7 +229,8 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (context.is_main()) {
     warn_of_spanned_nodes(config, model, context.layout(), of_node);
     warn_of_idle_context(config, context.layout());
-    if (const auto warning = balance_warning(config, "policy", model.shape())) log_warn("train", *warning);
+    if (const auto warning = balance_warning(config, "policy", model.shape(), model_dir.string()))
+      log_warn("train", *warning);
   }
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);

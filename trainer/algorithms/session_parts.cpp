@@ -212,7 +212,8 @@ CriticModel find_critic(const Config& config, const ModelConfig& policy, const T
   check_vocabulary("value.model_name", dir, critic.model, policy, tokenizer, "the critic");
   const ModelShape shape = critic.model.shape();
   if (const auto problem = model_problem(critic.config, "value", shape, dir, ranks)) fail_user(*problem);
-  if (const auto warning = balance_warning(critic.config, "value", shape); warning && main) log_warn("train", *warning);
+  if (const auto warning = balance_warning(critic.config, "value", shape, dir); warning && main)
+    log_warn("train", *warning);
   return critic;
 }
 

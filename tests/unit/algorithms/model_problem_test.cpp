@@ -78,6 +78,30 @@ TEST(ModelProblem, OfExperts) {
   EXPECT_EQ(problem_of({loss, "megatron_cfg.moe_router_bias_update_rate=0.001"}, "qwen3-1.7b", {{.dp = 4}}), "");
 }
 
+TEST(ModelProblem, ABalancingLossThatDoesNothingIsAWarning) {
+  const auto warning = [](const std::vector<std::string>& keys, const std::string& shape) {
+    return balance_warning(with(keys), "policy", *known_model_shape(shape), "a model").value_or("");
+  };
+  const std::string dense = "qwen3-1.7b", mixture = "Qwen3-30B-A3B", router = "policy.megatron_cfg.moe_router_",
+                    loss = "megatron_cfg.moe_router_load_balancing_type=aux_loss",
+                    weight = "megatron_cfg.moe_aux_loss_coeff=0.01";
+  EXPECT_EQ(warning({}, dense), "");
+  EXPECT_EQ(warning({loss, weight}, dense),
+            router +
+                "load_balancing_type is aux_loss, moe_aux_loss_coeff 0.01, which have no effect: the model of a "
+                "model has no experts to balance");
+  EXPECT_MENTIONS(warning({loss}, dense), "have no effect");
+  EXPECT_MENTIONS(warning({weight}, dense), "have no effect");
+  EXPECT_EQ(warning({}, mixture), "");
+  EXPECT_EQ(warning({loss, weight}, mixture), "");
+  EXPECT_EQ(warning({weight}, mixture), "experts are not balanced: " + router +
+                                            "load_balancing_type is none, moe_aux_loss_coeff 0.01; a loss takes both");
+  EXPECT_MENTIONS(warning({loss}, mixture), "experts are not balanced");
+  // Of a back-end that is off nothing is asked.
+  const Config off = load_config_text("", {"policy." + loss, "policy." + weight});
+  EXPECT_EQ(balance_warning(off, "policy", *known_model_shape(dense), "a model"), std::nullopt);
+}
+
 TEST(ModelProblem, APolicyGeneratesToo) {
   const ModelShape mixture = *known_model_shape("Qwen3-30B-A3B");
   const Config config = with({"generation.tensor_parallel_size=2"});
