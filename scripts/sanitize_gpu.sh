@@ -16,7 +16,7 @@ export TRIREME_REQUIRE_GPU=1
 # One memory block a tensor, so that an access behind one is outside of any; but while a graph is captured nothing may
 # be allocated past LibTorch's pools.
 pooled='^Small\.AModelGenerates'
-by_hand=${READ_BY_HAND-'^Small\.DecodeAttentionByClusters'}
+by_hand=${READ_BY_HAND-'^Small\.DecodeAttentionBy(Clusters|OneBlock)'}
 log=$(mktemp); trap 'rm -f "$log"' EXIT
 passed=0 failed=0
 for tool in ${TOOLS:-memcheck racecheck}; do

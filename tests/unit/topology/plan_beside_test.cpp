@@ -59,7 +59,7 @@ TEST(PlanBeside, UnevenStagesOfACriticAreRefusedByTheirKeys) {
 TEST(PlanBeside, ShardedCriticsKeepTheirSlices) {
   PlannedBeside beside{value_model(), std::nullopt};
   for (const auto& [sharding, bytes] : std::vector<std::pair<StateSharding, int64_t>>{
-           {StateSharding::kNothing, (2 + 4 + 12) * kValueModel},
+           {StateSharding::kNothing, (2 + 4 + 4 + 12) * kValueModel},
            {StateSharding::kOptimizer, (2 + 4) * kValueModel + (4 + 12) * kValueModel / 4},
            {StateSharding::kGradients, 2 * kValueModel + (4 + 12) * kValueModel / 4},
            {StateSharding::kWeights, (2 + 4 + 12) * kValueModel / 4}}) {

@@ -72,10 +72,27 @@ TEST(Plan, StateIsThatOfTheSlicesOfTheNamedParameters) {
         EXPECT_EQ(plan.memory.generation.weights, 2 * all);
         EXPECT_EQ(training.optimizer, 12 * (sharding == StateSharding::kNothing ? all : own));
         const bool gradients = sharding >= StateSharding::kGradients && ranks > 1;
-        const bool reduced = sharding >= StateSharding::kOptimizer && ranks > 1;
-        EXPECT_EQ(training.gradients, (gradients ? 0 : 2 * all) + (reduced ? 4 * own : 0));
+        const int64_t summed = ranks == 1 ? 0 : sharding == StateSharding::kNothing ? all : own;
+        EXPECT_EQ(training.gradients, (gradients ? 0 : 2 * all) + 4 * summed);
       }
     }
+  }
+}
+
+TEST(Plan, OnlySharedGradientsHaveAPlaceForTheirSum) {
+  ModelShape shape = shape_of_eight_layers();
+  shape.experts = 8;
+  shape.experts_per_token = 2;
+  shape.moe_intermediate = shape.intermediate;
+  PlanOptions options;
+  options.gradient_bytes = 4;
+  for (const Layout& layout : {Layout{.ep = 4, .dp = 4}, Layout{.ep = 2, .dp = 4}, Layout{.tp = 2, .ep = 2, .dp = 1}}) {
+    const RankMemory held = rank_memory(shape, layout, 0);
+    const int64_t replicas = group_size(layout, Axis::kDpCp), copies = group_size(layout, Axis::kEdp);
+    const int64_t summed =
+        (replicas > 1 ? held.dense_params / replicas : 0) + (copies > 1 ? held.expert_params / copies : 0);
+    const LayoutPlan plan = plan_layout(shape, layout, small_work(), options, devices_of(80 * kGiB));
+    EXPECT_EQ(plan.memory.training.gradients, 4 * (held.dense_params + held.expert_params + summed));
   }
 }
 
