@@ -67,6 +67,12 @@ const GaugeName kGauges[] = {
     {"trireme_critic_explained_variance", "critic/explained_var",
      "Share of the returns' variance that the critic's values explain, last step (PPO); 1 is perfect, below 0 worse "
      "than their mean."},
+    {"trireme_expert_load_max", "train/moe/expert_load_max",
+     "Tokens of a layer's busiest expert by the mean of all, in the worst layer, last step; 1 is even."},
+    {"trireme_unused_experts", "train/moe/unused_experts",
+     "Experts that got no token in the last step, of all layers."},
+    {"trireme_router_entropy", "train/moe/router_entropy",
+     "Entropy of a token's probabilities over all experts, last step."},
     {"trireme_learning_rate", "train/lr", "Learning rate of the last step."},
     {"trireme_kl", "train/kl_penalty", "KL to the reference model, last step."},
     {"trireme_entropy", "train/approx_entropy", "Approximate entropy of the policy, last step."},

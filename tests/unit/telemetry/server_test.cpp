@@ -26,9 +26,18 @@ StepRecord record(int64_t step) {
   r.phases.total_s = 4;
   r.phases.seconds[static_cast<size_t>(Phase::kGeneration)] = 3;
   r.phases.seconds[static_cast<size_t>(Phase::kIdle)] = 1;
-  r.train = {{"reward", 0.25},      {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2},
-             {"loss", -0.5},        {"logprob_mismatch_tokens", 0},       {"total_num_tokens", 100},
-             {"weight_version", 6}, {"avg_trajectory_age", 0.5},          {"optimizer_steps", 12}};
+  r.train = {{"reward", 0.25},
+             {"mean_gen_tokens_per_sample", 12.5},
+             {"grad_norm", 2},
+             {"loss", -0.5},
+             {"logprob_mismatch_tokens", 0},
+             {"total_num_tokens", 100},
+             {"weight_version", 6},
+             {"avg_trajectory_age", 0.5},
+             {"optimizer_steps", 12},
+             {"moe/expert_load_max", 2.5},
+             {"moe/unused_experts", 4},
+             {"moe/router_entropy", 1.5}};
   r.critic = {{"loss", 0.75}, {"explained_var", -0.25}};
   r.performance = {{"tokens_per_sec", 250},
                    {"ledger_groups_leased", 3},
@@ -88,6 +97,9 @@ TEST(MetricsServer, ServesStepsAndPhases) {
                            "trireme_ledger_groups{rank=\"3\",state=\"complete\"} 1\n",
                            "trireme_critic_loss{rank=\"3\"} 0.75\n",
                            "trireme_critic_explained_variance{rank=\"3\"} -0.25\n",
+                           "trireme_expert_load_max{rank=\"3\"} 2.5\n",
+                           "trireme_unused_experts{rank=\"3\"} 4\n",
+                           "trireme_router_entropy{rank=\"3\"} 1.5\n",
                            "trireme_engines{rank=\"3\",state=\"live\"} 2\n",
                            "trireme_engines{rank=\"3\",state=\"lost\"} 1\n",
                            "trireme_weight_transfer_seconds{rank=\"3\"} 0.25\n"}) {
