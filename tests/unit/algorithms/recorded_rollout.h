@@ -148,6 +148,7 @@ struct RunSetup {
   ModelOptions model;
   bool reduce_in_fp32 = true;
   int64_t tp = 1, pp = 1, cp = 1;  // the rest of the world are replicas
+  int64_t ep = 1, etp = 1;         // of a mixture of experts
   StageOptions stages;
   ModelFamily family = ModelFamily::kQwen3;
   int64_t layers = 2;
@@ -155,11 +156,13 @@ struct RunSetup {
 };
 
 // How ranks share a model's gradients and weights, as far as `shared` says so.
-inline Sharding sharding_of(StateSharding shared, ParallelContext& context, int64_t bucket_elements) {
+inline Sharding sharding_of(StateSharding shared, ParallelContext& context, int64_t bucket_elements,
+                            const std::optional<ModelSplit>& split = {}) {
   if (shared < StateSharding::kGradients) return {};
   return {.gradients = true,
           .weights = shared == StateSharding::kWeights,
           .ranks = &context.data_parallel(),
+          .experts = context.expert_data_parallel(split),
           .bucket_elements = bucket_elements};
 }
 
@@ -171,20 +174,17 @@ inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& 
   layout.tp = setup.tp;
   layout.pp = setup.pp;
   layout.cp = setup.cp;
+  layout.ep = setup.ep;
+  layout.etp = setup.etp;
   layout.dp = world / setup.tp / setup.pp / setup.cp;
   on_layout(layout, [&](ParallelContext& context) {
     Config config = settings(dynamic);
     if (change) change(config);
     const ModelConfig shape = tiny(setup.family, setup.layers);
     ModelOptions options = setup.model;
-    if (setup.tp > 1 || setup.pp > 1) {
-      options.split = model_split(shape.shape(), layout, context.rank(), setup.stages);
-      options.tensor = &context.tensor_parallel();
-      options.links = context.stage_links();
-    }
-    if (setup.cp > 1) options.context = &context.group(Axis::kCp);
+    if (world > 1) set_split(options, shape.shape(), context, setup.stages);
     if (setup.shared >= StateSharding::kGradients)
-      options.sharding = sharding_of(setup.shared, context, setup.bucket_elements);
+      options.sharding = sharding_of(setup.shared, context, setup.bucket_elements, options.split);
     Model policy(shape, options);
     init_parameters(policy, 5);
     ModelOptions frozen = options;
@@ -200,7 +200,8 @@ inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& 
     adam.eps = 1e-3;  // where gradients are almost 0 their sign is chance
     adam.reduce_in_fp32 = setup.reduce_in_fp32;
     adam.shard_state = setup.shared != StateSharding::kNothing;
-    DistributedAdamW optimizer(policy, context.data_parallel(), adam);
+    DistributedAdamW optimizer(policy, context.data_parallel(), adam,
+                               context.expert_data_parallel(policy.options().split));
     PhaseTimer timer;
     PolicyTrainer trainer(config, policy, &reference, optimizer, context, timer, /*exact=*/true);
     if (context.is_main()) trainer.on_progress = [&] { ++outcome.micro_batches; };
