@@ -99,8 +99,8 @@ for seed in "${seeds[@]}"; do
     run_of "$way" "$way"
     read -r step accuracy last age begin < <(reached "$way" "$least")
     verdict=ok shuffled=- control=0
-    if [ "$step" = none ] || [ "${total[$way]:-0}" = none ]; then total[$way]=none verdict=FAIL
-    else total[$way]=$((${total[$way]:-0} + step)); fi
+    if [ "$step" = none ]; then total[$way]=none verdict=FAIL
+    elif [ "${total[$way]:-0}" != none ]; then total[$way]=$((${total[$way]:-0} + step)); fi
     { [ "$begin" != none ] && awk "BEGIN{exit !($begin <= $most)}"; } || verdict=FAIL
     if [ "${CONTROLS:-1}" != 0 ]; then
       # The control has as many steps, and at least 100.
@@ -117,14 +117,15 @@ for seed in "${seeds[@]}"; do
   done
 done
 for way in "${ways[@]}"; do
-  verdict=ok against=1
+  verdict=ok against=
   case $way in carry-over|in-flight)
-    against=$(awk "BEGIN{printf \"%.2f\", ${total[$way]/none/0} / (${total[sync]/none/0} ? ${total[sync]/none/0} : 1)}")
+    against="   x $(awk -v way="${total[$way]/none/0}" -v sync="${total[sync]/none/0}" \
+      'BEGIN{printf "%.2f", sync ? way / sync : 0}')"
     { [ "${total[sync]}" != none ] && [ "${total[$way]}" != none ] &&
       awk "BEGIN{exit !(${total[$way]} <= $ratio * ${total[sync]})}"; } || verdict=FAIL ;;
   esac
   [ $verdict = ok ] || failed=1
-  table+=("$(printf '%-5s %-4s %-11s %7s %13s   %s x' "$verdict" all "$way" "" "${total[$way]}" "$against")")
+  table+=("$(printf '%-5s %-4s %-11s %7s %13s%s' "$verdict" all "$way" "" "${total[$way]}" "$against")")
 done
 echo
 printf '%-5s %-4s %-11s %7s %13s %9s %8s %15s\n' "" seed way begins "steps to $least" last "mean age" "shuffled rewards"

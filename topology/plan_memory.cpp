@@ -49,7 +49,9 @@ void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& trainin
   const PlanOptions& o = c.options;
   const bool shared = owned < params;
   const int64_t state = shards(c, StateSharding::kOptimizer) ? owned : params;
-  training.weights = (shards(c, StateSharding::kWeights) ? owned : params) * o.element_bytes;
+  // Units of gradients and weights are shared where the whole model is, not where only its experts are.
+  const bool units = of_rank.dense_ranks > 1;
+  training.weights = (units && shards(c, StateSharding::kWeights) ? owned : params) * o.element_bytes;
   const bool apart = g.layout != c.layout;  // then weights that ranks share stay so
   generation.weights = apart ? training.weights : params * o.element_bytes;
   if (apart) {
@@ -60,11 +62,11 @@ void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& trainin
   if (c.work.reference) training.reference = generation.reference = training.weights;
   // In float32 the weights of the only rank are their own master copy.
   training.optimizer = state * (o.element_bytes == 4 && !shared ? 8 : 12);
-  const int64_t whole = shared && shards(c, StateSharding::kGradients) ? 0 : params * o.gradient_bytes;
+  const int64_t whole = units && shards(c, StateSharding::kGradients) ? 0 : params * o.gradient_bytes;
   // Shared gradients are summed into a place of their own; others are read where backward leaves them.
-  const int64_t sums = 4 * (shards(c, StateSharding::kGradients) && shared ? owned
-                            : shards(c, StateSharding::kOptimizer)         ? of_rank.summed_owned()
-                                                                           : of_rank.summed_params());
+  const int64_t sums = 4 * (units && shards(c, StateSharding::kGradients) ? owned
+                            : shards(c, StateSharding::kOptimizer)        ? of_rank.summed_owned()
+                                                                          : of_rank.summed_params());
   training.gradients = whole + sums;
   generation.optimizer = training.optimizer;
   training.critic = generation.critic = c.critic_bytes;
@@ -85,11 +87,11 @@ int64_t exchange_bytes(const Case& c, int64_t stage, const LocalShape& local) {
     const int64_t table = local.padded_vocab * local.hidden;
     const int64_t layer =
         (params - (c.shape.tied || c.shape.value_head ? 1 : 2) * table) / std::max<int64_t>(1, local.layers);
-    const bool units = shards(c, StateSharding::kGradients);
+    const bool units = of_rank.dense_ranks > 1 && shards(c, StateSharding::kGradients);
     const int64_t summed = units ? table : kReductions * std::min(kBucketElements, params);
     if (c.options.gradient_bytes != 4) bytes += up(summed * owned, params) * c.options.gradient_bytes;
     if (units) bytes += (table + layer) * c.options.gradient_bytes;
-    if (shards(c, StateSharding::kWeights)) bytes += (table + 2 * layer) * element;
+    if (units && shards(c, StateSharding::kWeights)) bytes += (table + 2 * layer) * element;
   }
   if (c.layout.tp > 1) bytes += rows * local.hidden * element;  // parts of a sum
   if (c.layout.pp > 1) bytes += kLinkRows * up(rows, local.tp) * local.hidden * element;

@@ -34,8 +34,9 @@ struct EngineProcessOptions {
 
 // Returns when the run has ended, or by stop_signal. Throws Error(kUnavailable) soon after the actor has gone, or when
 // its weights cannot be had three times in a row; Error(kUser) with the first difference when it may not join; before
-// it joins, what a probe of its rewards throws (RewardPool::probe). What model, engine and rewards throw later, and
-// others would meet too, is told to the actor, and ends the run there.
+// it joins, what a probe of its rewards throws (RewardPool::probe: while that waits for a service, for
+// env.startup_timeout_s at most, nobody looks for the actor). What model, engine and rewards throw later, and others
+// would meet too, is told to the actor, and ends the run there.
 void run_engine(const Config& config, const EngineProcessOptions& options);
 
 }  // namespace trireme

@@ -352,11 +352,11 @@ class GrpoLoop final {
   }
 
   // Before anything is trained: rewards that cannot work are said, services that still start are waited for. An engine
-  // probes its own before it joins.
+  // probes its own before it joins; the wait for engines begins behind this one, so that it is not for services.
   void probe_rewards() {
-    if (config_.env.startup_timeout_s <= 0 || !session_.context.generation().leads() || !scores()) return;
+    if (config_.env.startup_timeout_s <= 0 || !session_.context.generation().leads()) return;
     session_.context.set_phase("rewards");
-    rewards_.probe(probe(), Milliseconds(static_cast<int64_t>(config_.env.startup_timeout_s * 1000)));
+    rewards_.probe(probe(), Milliseconds(static_cast<int64_t>(config_.env.startup_timeout_s * 1000)), scores());
   }
 
   // A rollout with its rewards, which `counted` gets of all ranks.
@@ -563,9 +563,10 @@ class GrpoLoop final {
         });
         if (threshold) mask_mismatched_samples(samples, *threshold);
       }
-      // The loss's, too, where values are computed elsewhere meanwhile.
-      const bool of_loss =
-          session_.critic_link != nullptr && reference_ != nullptr && report.step > critic_only_steps(config_);
+      // The loss's, too, where values are computed elsewhere meanwhile; unless the policy's weights, which its training
+      // gives back first, are whole until then.
+      const bool of_loss = session_.critic_link != nullptr && reference_ != nullptr &&
+                           report.step > critic_only_steps(config_) && !session_.policy->options().sharding.weights;
       if (kl != 0 || of_loss) fill(samples, &Sample::reference_logprobs, *reference_, reference_distribution(config_));
       if (critic_ != nullptr) {
         const Stopwatch watch;

@@ -430,22 +430,32 @@ void settle_sizes(PlanContext& context) {
   const std::vector<std::string> open = auto_sizes(context.config);
   if (open.empty()) return;
   const std::vector<LayoutPlan> plans = legal_plans(context, true);
-  if (plans.empty() || !plans.front().fits()) {
+  const auto chosen = std::find_if(plans.begin(), plans.end(), [&](const LayoutPlan& plan) {
+    return plan.fits() && missing(context, plan.layout).empty();
+  });
+  if (chosen == plans.end() && !plans.empty() && plans.front().fits()) {
+    fail_user(join(open, ", ") + ": auto, but this version can run no layout of " +
+              std::to_string(context.check.world) + " ranks" + with_expert_tensor(context) + " that fits; " +
+              join(missing(context, plans.front().layout), "; "));
+  }
+  if (chosen == plans.end()) {
     fail_user(join(open, ", ") + ": auto, but no layout of " + std::to_string(context.check.world) + " ranks" +
               with_expert_tensor(context) + " fits" +
               (plans.empty() ? "" : "; " + nearest_text(plans.front(), context.devices)));
   }
-  const Layout& best = plans.front().layout;
+  const Layout& best = chosen->layout;
   ParallelSizes sizes = parallel_sizes(context.config);
   sizes.tensor = best.tp;
   sizes.pipeline = best.pp;
   sizes.context = best.cp;
   sizes.expert = best.ep;
   set_parallel_sizes(context.config, sizes);
-  const auto fitting = std::count_if(plans.begin(), plans.end(), [](const LayoutPlan& plan) { return plan.fits(); });
+  const auto fitting = std::count_if(plans.begin(), plans.end(), [&](const LayoutPlan& plan) {
+    return plan.fits() && missing(context, plan.layout).empty();
+  });
   print_line(std::cout, "auto",
              to_string(best) + " is the fastest of " + std::to_string(fitting) +
-                 " layouts that fit; a run takes these sizes from the configuration");
+                 " layouts that fit and can run; a run takes these sizes from the configuration");
 }
 
 void print_whether_it_runs(const PlanContext& context, const Layout& layout) {

@@ -61,7 +61,7 @@ RewardPool::~RewardPool() {
   }
 }
 
-void RewardPool::probe(const RewardRequest& example, Milliseconds limit) {
+void RewardPool::probe(const RewardRequest& example, Milliseconds limit, bool scores) {
   for (const auto& lane : lanes_) {
     const Deadline deadline = Deadline::after(limit);
     const std::string name = "reward '" + lane->counters.name + "'";
@@ -71,7 +71,11 @@ void RewardPool::probe(const RewardRequest& example, Milliseconds limit) {
       if (result.failed && result.declined)
         log_warn("rewards", name + " works, but has no reward for the probe: " + result.error);
       if (!result.failed || result.declined) break;
-      if (result.hopeless) fail_user(name + " does not work: " + result.error);
+      if (result.hopeless && scores) fail_user(name + " does not work: " + result.error);
+      if (result.hopeless) {
+        log_info("rewards", name + " does not work here, where nothing is scored: " + result.error);
+        break;
+      }
       if (deadline.remaining() <= kProbePause) {
         fail_io(name + " has not answered a probe within " +
                 format_fixed(static_cast<double>(limit.count()) / 1000, 0) +

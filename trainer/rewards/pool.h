@@ -48,7 +48,8 @@ class RewardPool final {
 
   // Before the first submit: has one response scored by each reward, again and again until it has an answer or `limit`
   // has passed. Throws Error(kUser) naming the reward for a mistake that no waiting mends, Error(kIo) at the limit.
-  void probe(const RewardRequest& example, Milliseconds limit);
+  // `scores`: whether this pool will score anything; if not, such a mistake is only said.
+  void probe(const RewardRequest& example, Milliseconds limit, bool scores = true);
   void submit(int64_t group_id, std::vector<RewardRequest> requests);
   // The next finished group, in order of finishing; nothing when the deadline passed first.
   // Throws Error(kIo) that names reward, group and reason when the group failed under policy "error".

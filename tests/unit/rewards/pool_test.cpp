@@ -149,6 +149,14 @@ TEST(RewardPool, AProbeTellsMistakesAtOnce) {
   EXPECT_NE(text.find("hello"), std::string::npos) << text;
 }
 
+TEST(RewardPool, WhereNothingIsScoredAProbeOnlyWaitsForServices) {
+  const RewardRequest example{.prompt = "p", .response = "7", .gold = "7"};
+  RewardPool missing({RewardOptions{.type = "command", .command = {"pyhton3", "grade.py"}}, shell("exit 7")});
+  EXPECT_NO_THROW(missing.probe(example, Milliseconds(3600000), /*scores=*/false));
+  RewardPool nobody({RewardOptions{.type = "http", .url = "http://127.0.0.1:1/score"}});
+  EXPECT_THROW(nobody.probe(example, Milliseconds(700), /*scores=*/false), Error);
+}
+
 TEST(RewardPool, AProbeWaitsForWhatMayStillCome) {
   std::string text;
   EXPECT_EQ(probe_error({shell("sleep 600")}, Milliseconds(700), text), ErrorKind::kIo);

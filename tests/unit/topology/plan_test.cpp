@@ -86,13 +86,22 @@ TEST(Plan, OnlySharedGradientsHaveAPlaceForTheirSum) {
   shape.moe_intermediate = shape.intermediate;
   PlanOptions options;
   options.gradient_bytes = 4;
-  for (const Layout& layout : {Layout{.ep = 4, .dp = 4}, Layout{.ep = 2, .dp = 4}, Layout{.tp = 2, .ep = 2, .dp = 1}}) {
+  for (const Layout& layout :
+       {Layout{.ep = 4, .dp = 4}, Layout{.ep = 2, .dp = 4}, Layout{.tp = 2, .ep = 2, .dp = 1}, Layout{.tp = 2}}) {
     const RankMemory held = rank_memory(shape, layout, 0);
     const int64_t replicas = group_size(layout, Axis::kDpCp), copies = group_size(layout, Axis::kEdp);
     const int64_t summed =
         (replicas > 1 ? held.dense_params / replicas : 0) + (copies > 1 ? held.expert_params / copies : 0);
-    const LayoutPlan plan = plan_layout(shape, layout, small_work(), options, devices_of(80 * kGiB));
-    EXPECT_EQ(plan.memory.training.gradients, 4 * (held.dense_params + held.expert_params + summed));
+    const int64_t all = held.dense_params + held.expert_params;
+    EXPECT_EQ(plan_layout(shape, layout, small_work(), options, devices_of(80 * kGiB)).memory.training.gradients,
+              4 * (all + summed));
+    if (replicas > 1) continue;
+    // No units where only experts are shared: the trainer makes none.
+    PlanOptions sharded = options;
+    sharded.sharding = StateSharding::kWeights;
+    const MemoryParts parts = plan_layout(shape, layout, small_work(), sharded, devices_of(80 * kGiB)).memory.training;
+    EXPECT_EQ(parts.gradients, 4 * (all + summed));
+    EXPECT_EQ(parts.weights, 2 * all);
   }
 }
 
