@@ -28,8 +28,9 @@ need_packages() {
   [ ${#missing[@]} -gt 0 ] || return 0
   say "installing ${#missing[@]} packages: ${missing[*]}"
   local log; log=$(mktemp)
-  as_root env DEBIAN_FRONTEND=noninteractive sh \
-    -c "apt-get update -q && apt-get install -y -q --no-install-recommends ${missing[*]}" >"$log" 2>&1 \
+  # Whoever installs at the same time is waited for.
+  local install="apt-get install -y -q -o DPkg::Lock::Timeout=300 --no-install-recommends"
+  as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q && $install ${missing[*]}" >"$log" 2>&1 \
     || { tail -20 "$log" >&2; die "apt-get could not install: ${missing[*]}"; }
   rm -f "$log"
 }
