@@ -2,12 +2,12 @@
 // way of sharing state that it can have and several recipes, gives one rank's loss, norm, moments and weights after
 // three optimizer steps. `make test` has a sample that shows each pair of axes and each axis with each way of sharing
 // and each recipe; TRIREME_WHOLE_MATRIX=1 runs all.
-#include <map>
 #include <set>
+#include <string>
+#include <vector>
 
-#include "tests/unit/algorithms/recorded_rollout.h"
 #include "tests/unit/checkpoint/covering.h"
-#include "tests/unit/checkpoint/trained_rank.h"
+#include "tests/unit/checkpoint/rollout_recipes.h"
 #include "topology/topology.h"
 
 namespace trireme {
@@ -16,16 +16,12 @@ namespace {
 using test::axes_of;
 using test::name_of;
 using test::Outcome;
+using test::Recipe;
 using test::Shared;
 using test::Sizes;
+using test::train_rollout;
 
 constexpr int64_t kLayers = 4;
-
-struct Recipe {
-  ModelFamily family;
-  std::string batches, loss;
-  std::string name() const { return std::string(to_string(family)) + "_" + batches + "_" + loss; }
-};
 
 const std::vector<Recipe> kRecipes = {{ModelFamily::kQwen3Moe, "packed", "kl"},
                                       {ModelFamily::kMixtral, "dynamic", "gspo"},
@@ -77,49 +73,20 @@ const std::vector<Case>& chosen() {
   return cases;
 }
 
-Outcome train_rollout(const Recipe& recipe, const Sizes& sizes) {
-  test::RunSetup setup;
-  setup.tp = sizes.tp;
-  setup.pp = sizes.pp;
-  setup.cp = sizes.cp;
-  setup.ep = sizes.ep;
-  setup.etp = sizes.etp;
-  setup.family = recipe.family;
-  setup.layers = kLayers;
-  const std::map<Shared, StateSharding> sharing = {{Shared::kNothing, StateSharding::kNothing},
-                                                   {Shared::kState, StateSharding::kOptimizer},
-                                                   {Shared::kGradients, StateSharding::kGradients},
-                                                   {Shared::kWeights, StateSharding::kWeights}};
-  setup.shared = sharing.at(sizes.shared);
-  const auto change = [&](Config& config) {
-    test::take_three_steps(config);
-    if (recipe.batches == "shared") {
-      config.policy.sequence_packing.share_prompts = true;
-      config.policy.sequence_packing.train_mb_tokens = 128;
-    }
-    if (recipe.loss == "gspo") {
-      config.loss_fn.sequence_level_importance_ratios = true;
-      config.loss_fn.token_level_loss = false;
-      config.loss_fn.reference_policy_kl_penalty = 0;
-    }
-  };
-  return test::run(static_cast<int>(test::layout_of(sizes).world()), recipe.batches == "dynamic", change, setup);
-}
-
 class MixtureRecipes : public ::testing::TestWithParam<size_t> {};
 INSTANTIATE_TEST_SUITE_P(Matrix, MixtureRecipes, ::testing::Range<size_t>(0, kRecipes.size()),
                          [](const auto& info) { return kRecipes[info.param].name(); });
 
 TEST_P(MixtureRecipes, UnderEveryLayoutAsOnOneRank) {
   const Recipe& recipe = kRecipes[GetParam()];
-  const Outcome alone = train_rollout(recipe, {.tp = 1, .pp = 1, .dp = 1});
+  const Outcome alone = train_rollout(recipe, {.tp = 1, .pp = 1, .dp = 1}, kLayers);
   ASSERT_EQ(alone.result.optimizer_steps, 3);
   size_t compared = 0, found = 0;
   for (const Case& one : chosen()) {
     if (one.recipe != GetParam() || !test::in_part(found++)) continue;
     SCOPED_TRACE(name_of(one.sizes));
     ++compared;
-    const Outcome many = train_rollout(recipe, one.sizes);
+    const Outcome many = train_rollout(recipe, one.sizes, kLayers);
     test::expect_answer_of_one(many, alone, name_of(one.sizes));
     EXPECT_EQ(many.result.compared_tokens, alone.result.compared_tokens);
   }

@@ -6,9 +6,8 @@
 #include <memory>
 #include <set>
 
-#include "tests/unit/algorithms/recorded_rollout.h"
 #include "tests/unit/checkpoint/covering.h"
-#include "tests/unit/checkpoint/trained_rank.h"
+#include "tests/unit/checkpoint/rollout_recipes.h"
 
 namespace trireme {
 namespace {
@@ -18,19 +17,15 @@ using test::expect_near;
 using test::layout_of;
 using test::name_of;
 using test::Outcome;
+using test::Recipe;
 using test::Shared;
 using test::Sizes;
 using test::Step;
+using test::train_rollout;
 using test::TrainedRank;
 using test::traits_of;
 
 constexpr int64_t kMostLayers = 8;
-
-struct Recipe {
-  ModelFamily family;
-  std::string batches, loss;
-  std::string name() const { return std::string(to_string(family)) + "_" + batches + "_" + loss; }
-};
 
 // Each family with each loss and, but for fine-tuning, each way to make micro-batches.
 const std::vector<Recipe> kRecipes = {{ModelFamily::kLlama, "packed", "kl"},   {ModelFamily::kLlama, "dynamic", "gspo"},
@@ -105,34 +100,6 @@ const std::vector<Case>& chosen() {
 int64_t layers_of(const Sizes& sizes) {
   if (test::whole_matrix()) return kMostLayers;
   return std::max<int64_t>(4, sizes.pp * sizes.stages.virtual_stages);
-}
-
-Outcome train_rollout(const Recipe& recipe, const Sizes& sizes, int64_t layers) {
-  test::RunSetup setup;
-  setup.tp = sizes.tp;
-  setup.pp = sizes.pp;
-  setup.cp = sizes.cp;
-  setup.stages = sizes.stages;
-  setup.family = recipe.family;
-  setup.layers = layers;
-  const std::map<Shared, StateSharding> sharing = {{Shared::kNothing, StateSharding::kNothing},
-                                                   {Shared::kState, StateSharding::kOptimizer},
-                                                   {Shared::kGradients, StateSharding::kGradients},
-                                                   {Shared::kWeights, StateSharding::kWeights}};
-  setup.shared = sharing.at(sizes.shared);
-  const auto change = [&](Config& config) {
-    test::take_three_steps(config);
-    if (recipe.batches == "shared") {
-      config.policy.sequence_packing.share_prompts = true;
-      config.policy.sequence_packing.train_mb_tokens = 128;
-    }
-    if (recipe.loss == "gspo") {
-      config.loss_fn.sequence_level_importance_ratios = true;
-      config.loss_fn.token_level_loss = false;
-      config.loss_fn.reference_policy_kl_penalty = 0;
-    }
-  };
-  return test::run(static_cast<int>(layout_of(sizes).world()), recipe.batches == "dynamic", change, setup);
 }
 
 struct Tuned {  // by one rank
